@@ -155,7 +155,6 @@ def test_autocast_and_to() -> None:
         assert ours.to(torch.float64)(x.double())[0].dtype == torch.float64
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_compile_without_a_break() -> None:
     x = torch.randn(4, 3, 5)
     for kind in ("GRU", "RNN"):

@@ -13,9 +13,6 @@ from layers import BATCH, EVERY, FEATURES, LENGTH, MAKERS, STEPPING
 from torch import Tensor
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def _nothing_compiled() -> None:
     torch.compiler.reset()  # modules share their code, and torch compiles one so many times only

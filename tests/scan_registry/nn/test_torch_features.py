@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 from layers import FEATURES
-from networks import MAMBA, MODULES, PROJECTED, RECURRENT, output
+from networks import MAMBA, MODULES, PROJECTED, output
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 EVERY = pytest.mark.parametrize("name", MODULES)
 BATCH, LENGTH = 2, 5
-
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

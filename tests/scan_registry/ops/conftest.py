@@ -1,4 +1,4 @@
-"""The recurrence by itself, which the tests of the operator hold it against."""
+"""The recurrence by itself, which the tests of the operator hold it against; one thread."""
 
 from __future__ import annotations
 
@@ -63,3 +63,10 @@ def deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> None:
+    """Tensors are small here. Tests of threads set their number themselves."""
+    if request.node.get_closest_marker("gpu") is None:
+        request.getfixturevalue("one_thread")

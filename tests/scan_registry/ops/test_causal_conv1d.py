@@ -135,9 +135,16 @@ def distance(found: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
     return float((found.double() - expected).norm()) / size / TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("width", [2, 3, 4, 8])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "width", "dtype"),
+    [
+        # Each pair of two of them.
+        (name, width, [*TOLERANCE][(n + w) % len(TOLERANCE)])
+        for n, name in enumerate(CALLS)
+        for w, width in enumerate((2, 3, 4, 8))
+    ],
+    ids=str,
+)
 def test_it_is_the_loop_over_steps(name: str, width: int, dtype: torch.dtype) -> None:
     """Outputs, final states and every gradient."""
     for channels, time in ((1, 1), (5, 2), (3, 37), (6, 8)):
@@ -171,8 +178,9 @@ def test_derivatives_of_any_order(name: str) -> None:
         replaced = dict(zip(leaves, tensors, strict=True))
         return causal_conv1d(**{**given, **replaced}, return_final_state=True)
 
-    assert torch.autograd.gradcheck(called, tuple(leaves.values()), check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(called, tuple(leaves.values()))
+    given_leaves = tuple(leaves.values())
+    assert torch.autograd.gradcheck(called, given_leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(called, given_leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", CALLS)

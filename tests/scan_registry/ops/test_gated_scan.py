@@ -35,8 +35,17 @@ def test_every_kind_has_a_formula() -> None:
         assert FORMULAS[name][:2] == (len(kind.inputs), len(kind.parameters))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+#: Every option of kinds of two sequences, and of three with values of channels, whose roots resets leave out; of the others,
+#: all options together in both layouts, and each option in turn.
+CALLS = [
+    (kind, options)
+    for number, kind in enumerate(KINDS)
+    for place, options in enumerate(OPTIONS)
+    if kind in ("min_gru", "rg_lru") or place in (1, 7) or place % len(KINDS) == number
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), CALLS, ids=str)
 def test_values_and_gradients(kind: str, options: dict[str, Any]) -> None:
     call = drawn(kind, **options)
     found, expected = run(call), loop(kind, *call.tensors, **call.options)
@@ -72,8 +81,8 @@ def test_derivatives_in_both_modes_and_of_second_order(kind: str) -> None:
             kind, *leaves[:-1], initial_state=leaves[-1], return_final_state=True, **options
         )
 
-    assert gradcheck(of, call.leaves, check_forward_ad=True)
-    assert gradgradcheck(of, call.leaves)
+    assert gradcheck(of, call.leaves, check_forward_ad=True, fast_mode=True)
+    assert gradgradcheck(of, call.leaves, fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -98,8 +107,9 @@ def test_forward_mode_by_dual_numbers() -> None:
 
 
 @pytest.mark.parametrize("options", [OPTIONS[1], OPTIONS[7], {"dim": 1}, {"dim": -1}], ids=str)
-@pytest.mark.parametrize("room", [1, 20, 100])
-@pytest.mark.parametrize("kind", ["min_lstm", "rg_lru"])
+@pytest.mark.parametrize(
+    ("kind", "room"), [("rg_lru", 1), ("rg_lru", 20), ("rg_lru", 100), ("min_lstm", 20)]
+)
 def test_pieces(
     kind: str, room: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -278,16 +278,15 @@ def mapped(
 
 @pytest.mark.parametrize("in_dims", PLACES, ids=str)
 @pytest.mark.parametrize(
-    ("of_gates", "dim", "bounds"),
+    ("of_gates", "dim", "bounds", "reverse"),
     [
-        ((2, 3, 4), -1, None),
-        ((2, 3, 4), 0, None),
-        ((3, 1), 2, None),
-        ((1,), 1, (0, 1, 1, 3)),
-        ((2, 3, 4), -1, (0, 4, 4)),
+        ((2, 3, 4), -1, None, False),
+        ((2, 3, 4), 0, None, True),
+        ((3, 1), 2, None, True),
+        ((1,), 1, (0, 1, 1, 3), False),
+        ((2, 3, 4), -1, (0, 4, 4), True),
     ],
 )
-@pytest.mark.parametrize("reverse", [False, True])
 def test_vmap(
     of_gates: tuple[int, ...],
     dim: int,

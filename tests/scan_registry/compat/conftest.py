@@ -1,0 +1,12 @@
+"""What all tests of stand-ins have."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request: pytest.FixtureRequest) -> None:
+    """Tensors are small here. Tests of threads set their number themselves."""
+    if request.node.get_closest_marker("gpu") is None:
+        request.getfixturevalue("one_thread")
