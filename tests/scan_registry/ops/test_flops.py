@@ -177,9 +177,9 @@ def test_what_a_user_maps_comes_first() -> None:
     assert counts == {OPERATORS.linear_scan: 7}
 
 
-#: Programs that find nothing imported but torch, and what takes the counter long to import: each is a fork of one process.
+#: Programs that find nothing imported but torch, and what the counter imports when it counts: each is a fork of one process.
 _PROGRAMS = """
-import os, sys, torch, torch._decomp
+import os, sys, torch, torch._dynamo
 assert "torch.utils.flop_counter" not in sys.modules
 a = torch.rand(3, 8)
 

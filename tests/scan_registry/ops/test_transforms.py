@@ -67,9 +67,21 @@ def loop(gates: Tensor, tokens: Tensor, initial_state: Tensor) -> Tensor:
     return torch.stack(states, -1)
 
 
-@pytest.mark.parametrize("how", ["function", "operator", "compiled"])
-@pytest.mark.parametrize("of", ["gates", "tokens", "initial_state"])
-@pytest.mark.parametrize("program", PROGRAMS)
+OF = "gates", "tokens", "initial_state"
+
+
+@pytest.mark.parametrize(
+    ("program", "of", "how"),
+    [
+        *(
+            (program, of, how)
+            for program in PROGRAMS
+            for of in OF
+            for how in ("function", "operator")
+        ),
+        *((program, OF[number % 3], "compiled") for number, program in enumerate(PROGRAMS)),
+    ],
+)
 def test_transformed_scans_match_a_loop(program: str, of: str, how: str) -> None:
     gates, tokens, state = (torch.rand(s, dtype=torch.float64) for s in ((2, 4), (2, 4), (2,)))
     given = {"gates": gates, "tokens": tokens, "initial_state": state}
@@ -132,10 +144,17 @@ def network(function: Function) -> tuple[list[Tensor], Callable[..., Tensor]]:
     return drawn, lambda *given: rnn(*given, function=function)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["function", "compiled"])
-@pytest.mark.parametrize("program", ["grad", "jvp", "jvp of grad", "vmap of grad", "grad of grad"])
-@pytest.mark.parametrize("function", SIZES)
+OF_NETWORKS = "jvp", "jvp of grad", "vmap of grad", "grad of grad", "grad"
+
+
+@pytest.mark.parametrize(
+    ("function", "program", "how"),
+    [
+        *((function, program, "function") for function in SIZES for program in OF_NETWORKS),
+        # Each function is compiled, and so is each program.
+        *(([*SIZES][k % 4], program, "compiled") for k, program in enumerate(OF_NETWORKS)),
+    ],
+)
 def test_transformed_networks_match_finite_differences(
     function: Function, program: str, how: str
 ) -> None:
@@ -242,18 +261,22 @@ def test_compiles_with_sizes_that_depend_on_data(case: str) -> None:
     torch.testing.assert_close(made[1], made[0])
 
 
-MODULES = [
-    (kind, batch_first, options)
-    for kind in ("LSTM", "GRU", "RNN", "SLSTM")
-    for batch_first in (False, True)
-    for options in ({}, {"num_layers": 2, "bidirectional": True})
-    if kind != "SLSTM" or not options
-]
+DEEP = {"num_layers": 2, "bidirectional": True}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chosen_time", [False, True])
-@pytest.mark.parametrize(("kind", "batch_first", "options"), MODULES)
+@pytest.mark.parametrize(
+    ("kind", "batch_first", "options", "chosen_time"),
+    [
+        # Both layouts with either size; kinds with and without a second state; layers both ways in either layout.
+        ("LSTM", False, {}, False),
+        ("LSTM", True, DEEP, True),
+        ("GRU", False, DEEP, True),
+        ("RNN", True, {}, False),
+        ("SLSTM", True, {}, True),
+        ("SLSTM", False, {}, False),
+    ],
+)
 def test_modules_compile_with_sizes_that_depend_on_data(
     kind: str, batch_first: bool, options: dict[str, Any], chosen_time: bool
 ) -> None:
