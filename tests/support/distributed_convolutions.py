@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
 
 def cases(ranks: int) -> Iterator[Case]:
-    """Parts of all lengths below the width and above, and none."""
+    """Parts of all lengths below the width and above, and none; on three ranks with all that a call may have."""
     cuts = (
         [5] * 7,
         [1] * 7,
@@ -70,7 +70,8 @@ def cases(ranks: int) -> Iterator[Case]:
         lengths = cut[:ranks] if sum(cut[:ranks]) else cut[-ranks:]
         for other, kind in enumerate(KINDS):
             width = (2, 4, 8)[(number + other) % 3]
-            for initial, final in ((False, False), (True, True), (number % 2 == 0, width == 4)):
+            states = (False, False), (True, True), (number % 2 == 0, width == 4)
+            for initial, final in states if ranks == 3 else states[1 + (number + other) % 2 :][:1]:
                 yield Case(lengths, kind, width, initial, final, silu=width != 2)
 
 

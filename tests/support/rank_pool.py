@@ -1,4 +1,4 @@
-"""Processes that are the ranks of gloo groups, started once for all tests of a module."""
+"""Processes that are the ranks of gloo groups, started once for all tests of a run."""
 
 from __future__ import annotations
 
@@ -73,9 +73,14 @@ class RankPool:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
+        # What one rank or another imports sooner or later, once for all of them; the last is what a compilation needs.
         modules = "linear", "convolution", "time_shards"
         names = [f"scan_registry.distributed.{module}" for module in modules]
-        context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", *names])
+        tensors = [
+            f"torch.distributed.{name}" for name in ("fsdp", "tensor.parallel", "tensor.debug")
+        ]
+        dynamo = "torch._dynamo", "torch._dynamo.convert_frame", "torch._dynamo.backends.debugging"
+        context.set_forkserver_preload([*tensors, *dynamo, "torch.testing", *names])
         # The server's own sys.path begins with the working folder, whose scan_registry may be the sources.
         here = os.getcwd()
         os.chdir(self.folder)

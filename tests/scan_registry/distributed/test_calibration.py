@@ -11,6 +11,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from distributed_measured import check_measured
+from rank_pool import RankPool
 
 import scan_registry
 
@@ -19,56 +21,14 @@ SCHEMA = Path(scan_registry.__file__).parent / "schemas" / "bench-distributed.js
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = 120
 
-MEASURE = """
-import sys
-from datetime import timedelta
-import torch
-import torch.distributed as dist
-from scan_registry import distributed
-from scan_registry.distributed.machines import default
-from scan_registry.distributed.calibration import machine_of
 
-rank, file = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group(
-    "gloo", init_method=f"file://{file}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-)
-cpu, world = torch.device("cpu"), dist.group.WORLD
-assert machine_of(world, cpu) == default("cpu")
-found = distributed.measure()
-assert machine_of(world, cpu) is found
-held = [None, None]
-dist.all_gather_object(held, found)
-assert held[0] == held[1], held
-assert found.memory > 1e8 and found.link > 1e6 and found.piece >= found.launch > 0
-assert 0 < found.all_gather(2, 0) < 1
-assert "measured" in found.source and found.ranks_per_node == 2
-# A group of its own is not measured with the first.
-assert machine_of(dist.new_group(), cpu) == default("cpu")
-dist.barrier()  # A rank that left now would cut off another that is still connecting.
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
 def test_ranks_measure_the_same(tmp_path: Path) -> None:
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", MEASURE, str(rank), str(tmp_path / "store")],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-        )
-        for rank in range(2)
-    ]
+    """In processes of their own, as the group of all is measured."""
+    pool = RankPool(tmp_path, 2)
     try:
-        for process in running:
-            _, said = process.communicate(timeout=LIMIT)
-            assert process.returncode == 0, said
+        pool.run(2, check_measured, limit=LIMIT)
     finally:
-        for process in running:
-            process.kill()
+        pool.close()
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ REDUCED = ("mixed", "reduce", "chunks")
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("size", "packed"), [*((size, False) for size in SIZES), (1, True), (3, True), (7, True)]
+)
 def test_all_that_it_takes(ranks: RankPool, size: int, packed: bool) -> None:
     ranks.run(size, selective, Selective((1, 1), packed))
 
