@@ -319,7 +319,11 @@ def test_opcheck(function: Function, grad: bool, dtype: torch.dtype) -> None:
     wx, r, b, states = (t.detach() for t in draw(function, (2, 3, 2, 4), dtype))
     bias = b if dtype == torch.float64 else b.float()
     tensors = [t.requires_grad_(grad) for t in (wx, r, bias, states.squeeze(2))]
-    torch.library.opcheck(OP, (*tensors, None, None, function, "auto", *NO_CLIPS, grad))
+    tests: tuple[Any, ...] = "test_schema", "test_faketensor"
+    if grad:
+        tests = *tests, "test_autograd_registration", "test_aot_dispatch_dynamic"
+    given = *tensors, None, None, function, "auto", *NO_CLIPS, grad
+    torch.library.opcheck(OP, given, test_utils=tests)
 
 
 @pytest.mark.parametrize(
