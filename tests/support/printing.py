@@ -7,6 +7,7 @@ whose binaries are made up, and the compilers that wheels are built with.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -14,8 +15,10 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from scan_registry.aot.compile import compile_variant
@@ -46,22 +49,68 @@ PAGES: dict[str, tuple[str, ...]] = {
     "cache": ("cache list", "cache clear"),
 }
 
-#: Runs a command on the imaginary machine, whose archives are in the folder that comes first.
+#: Runs the calls that it is given as JSON, each on a terminal or with a pipe of its own, on the imaginary machine whose
+#: archives are in the call's folder, and prints what each has printed. They share a process, as most of a call's time is
+#: its imports. What doctor and selftest find at one width they show at the others, as nothing there knows of widths.
 _PROGRAM = """
-import sys
+import functools, json, os, sys, traceback
 from pathlib import Path
 
+sys.path.insert(0, sys.argv[1])
+from printing import recorded
+
 from scan_registry.catalog import providers
-from scan_registry.cli import main
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.cli import doctor, main, selftest
 from scan_registry.dispatch.fit import Toolchain
 from scan_registry.runtime import jit
 from scan_registry.version import __version__
 
-here = providers.Provider("scan-registry", __version__, Path(sys.argv[1]), "", {})
-providers.installed = lambda: ((here,), ())
 found = {"cuda": Toolchain("nvrtc 12.9.86", (12, 9)), "triton": Toolchain("triton 3.6.0", (12, 9))}
 jit.toolchains = lambda: found
-sys.exit(main(sys.argv[2:]))
+
+@functools.cache
+def provider(folder):
+    return providers.Provider("scan-registry", __version__, Path(folder), "", {})
+
+def once(call, key):
+    kept = {}
+
+    def answer(*given, **named):
+        which = key(*given, **named)
+        if which not in kept:
+            kept[which] = call(*given, **named)
+        return kept[which]
+
+    return answer
+
+def tested(family, only, skipped, tell):
+    results, left_out = tested_once(family, only, tell)
+    skipped.update(left_out)
+    return iter(results)
+
+def on_cpu(family, only, tell, original=selftest._on_cpu):
+    left_out = {}
+    return [*original(family, only, left_out, tell)], left_out
+
+def run(words):
+    try:
+        return main(words)
+    except SystemExit:
+        pass
+    except Exception:
+        traceback.print_exc()
+
+doctor.examine = once(doctor.examine, lambda elsewhere, *, strict: (elsewhere, strict))
+tested_once = once(on_cpu, lambda family, only, tell: (family.name, only))
+selftest._on_cpu = tested
+told = []
+for width, folder, words in json.load(sys.stdin):
+    providers.installed = lambda: ((provider(folder),), ())
+    catalogue.cache_clear()
+    os.environ.update(COLUMNS=str(width or 80), SCAN_REGISTRY_CACHE=f"{folder}/cache")
+    told.append(recorded(lambda: run(words), width))
+json.dump(told, sys.stdout)
 """
 
 
@@ -99,58 +148,83 @@ def compiled(folder: Path) -> None:
     archive.write(folder / "archives" / f"{target.label}{SUFFIX}", target, held, PROVENANCE)
 
 
-def page(calls: tuple[str, ...], folder: Path) -> str:
-    """The text of a page, with the machine's own paths replaced."""
-    parts = []
-    for call in calls:
-        for width in WIDTHS:
+def pages(folders: Mapping[str, Path]) -> dict[str, str]:
+    """The text of each page, made in its folder, with the machine's own paths replaced."""
+    calls = [
+        (width, str(folders[name]), call)
+        for name in PAGES
+        for call in PAGES[name]
+        for width in WIDTHS
+    ]
+    given = [(width, folder, call.split()) for width, folder, call in calls]
+    result = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent)],
+        env={
+            **os.environ,
+            "SCAN_REGISTRY_LIBCUDA": "libcuda.so.1 (of which there is none)",
+            "CUDA_VISIBLE_DEVICES": "",
+            "NO_COLOR": "1",
+            "TERM": "dumb",
+        },
+        cwd="/",
+        check=True,
+        input=json.dumps(given),
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+    )
+    printed = iter(zip(calls, json.loads(result.stdout), strict=True))
+    made = {}
+    for name, folder in folders.items():
+        parts = []
+        for (width, _, call), text in islice(printed, len(PAGES[name]) * len(WIDTHS)):
             where = "in a pipe" if width is None else f"on a terminal of {width} columns"
-            parts.append(f"$ scan-registry {call}    # {where}\n\n{printed(call, width, folder)}")
-    text = "\n".join(parts)
-    for path, shown in ((folder / "cache", "~/.cache/scan-registry"), (folder, "…/scan_registry")):
-        text = text.replace(str(path), shown)
-    return text
+            parts.append(f"$ scan-registry {call}    # {where}\n\n{text}")
+        made[name] = "\n".join(parts)
+        for path, shown in (
+            (folder / "cache", "~/.cache/scan-registry"),
+            (folder, "…/scan_registry"),
+        ):
+            made[name] = made[name].replace(str(path), shown)
+    return made
 
 
-def printed(call: str, width: int | None, folder: Path) -> str:
-    """What a call prints on a terminal so wide, or into a pipe."""
-    words = [sys.executable, "-c", _PROGRAM, str(folder), *call.split()]
-    environment = {
-        **os.environ,
-        "SCAN_REGISTRY_CACHE": str(folder / "cache"),
-        "SCAN_REGISTRY_LIBCUDA": "libcuda.so.1 (of which there is none)",
-        "CUDA_VISIBLE_DEVICES": "",
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-        "COLUMNS": str(width or 80),  # for argparse, which asks nothing else
-    }
+def recorded(run: Callable[[], object], width: int | None) -> str:
+    """What a function prints on a terminal so wide, or into a pipe, which this process has meanwhile for its output."""
     if width is None:
-        result = subprocess.run(
-            words,
-            env=environment,
-            cwd="/",
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-        )
-        return result.stdout
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    with subprocess.Popen(
-        words, env=environment, cwd="/", stdin=theirs, stdout=theirs, stderr=theirs
-    ):
-        os.close(theirs)
-        content = b""
-        while True:
-            try:
-                part = os.read(ours, 1 << 16)
-            except OSError:  # how Linux says that nobody writes any more
-                break
-            if not part:
-                break
-            content += part
-    os.close(ours)
+        ours, theirs = os.pipe()
+    else:
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    content = b""
+
+    def read() -> None:
+        nonlocal content
+        try:
+            while part := os.read(ours, 1 << 16):
+                content += part
+        except OSError:  # how Linux says that nobody writes any more
+            pass
+
+    reader = Thread(target=read)
+    reader.start()
+    # Standard input is the terminal, too, or whatever it was.
+    kept = [(number, os.dup(number)) for number in ((1, 2) if width is None else (0, 1, 2))]
+    for number, _ in kept:
+        os.dup2(theirs, number)
+    os.close(theirs)
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+    try:
+        run()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+        for number, other in kept:
+            os.dup2(other, number)
+            os.close(other)
+        reader.join()
+        os.close(ours)
     lines = content.decode("utf-8").replace("\r\n", "\n").split("\n")
     # Of a progress bar's line, what it ends with.
     return "\n".join(

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from printing import FOLDER, PAGES, alike, archives, compiled, page
+from printing import FOLDER, PAGES, alike, archives, compiled, pages
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> dict[str, str]:
+    """The text of each page."""
     folder = tmp_path_factory.mktemp("machine")
     archives(folder / "imaginary", a_binary)
     compiled(folder / "real")
-    return folder
+    return pages({name: folder / ("real" if name == "verify" else "imaginary") for name in PAGES})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_show_what_commands_print(
-    machine: Path, name: str, request: pytest.FixtureRequest
+    made: dict[str, str], name: str, request: pytest.FixtureRequest
 ) -> None:
-    path, text = (
-        FOLDER / f"{name}.txt",
-        page(PAGES[name], machine / ("real" if name == "verify" else "imaginary")),
-    )
+    path, text = FOLDER / f"{name}.txt", made[name]
     assert "Traceback" not in text
     if request.config.getoption("--write-pages"):
         path.parent.mkdir(parents=True, exist_ok=True)

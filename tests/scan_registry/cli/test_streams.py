@@ -120,7 +120,7 @@ def helps(parser: argparse.ArgumentParser, words: tuple[str, ...] = ()) -> Itera
 @pytest.fixture(params=["ascii", "latin-1"])
 def printed(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Iterable[str]], str]:
+) -> Iterator[Callable[[Iterable[str]], str]]:
     """What the program prints, called with each of some lines, into streams of the encoding. Two of the archives that are
     here are installed, as reading all of them takes most of the time."""
     (tmp_path / "archives").mkdir()
@@ -130,7 +130,6 @@ def printed(
     here = Provider("scan-registry", scan_registry.__version__, tmp_path, "", {})
     monkeypatch.setattr(providers, "installed", lambda: ((here,), ()))
     catalogue.cache_clear()
-    request.addfinalizer(catalogue.cache_clear)
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
     for name in ("COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -147,7 +146,8 @@ def printed(
                 print(f"=== {line} = {status}")
         return written.getvalue().decode(request.param)
 
-    return call
+    yield call
+    catalogue.cache_clear()
 
 
 def test_every_help_prints(printed: Callable[[Iterable[str]], str]) -> None:
