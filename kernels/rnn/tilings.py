@@ -23,7 +23,6 @@ see ``solve.py``) and tell at run time what a tiling is not for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import product
 from typing import TypeAlias
 
 from scan_registry.kernels.rnn.constraints import (
@@ -33,7 +32,6 @@ from scan_registry.kernels.rnn.constraints import (
     Values,
     ceil_div,
     expression,
-    first_broken,
 )
 
 Tiling: TypeAlias = Mapping[str, int]
@@ -165,7 +163,13 @@ def most_units(values: Values) -> int:
 
 def enumerate_tilings(given: Values) -> Iterator[Tiling]:
     """Every tiling that no constraint excludes whose names all have values."""
-    for values in product(*DOMAINS.values()):
-        tiling = dict(zip(DOMAINS, values, strict=True))
-        if first_broken((*TILES, *PROBLEM, *RESIDENT), {**given, **tiling}) is None:
-            yield tiling
+    found, known, left = [dict(given)], set(given), [*TILES, *PROBLEM, *RESIDENT]
+    for name, values in DOMAINS.items():
+        known.add(name)
+        # Each is asked as soon as it can be, so that most combinations are never made.
+        asked = [each for each in left if each.names() <= known]
+        left = [each for each in left if not each.names() <= known]
+        longer = ({**tiling, name: value} for tiling in found for value in values)
+        found = [tiling for tiling in longer if not any(each.broken(tiling) for each in asked)]
+    for tiling in found:
+        yield {name: tiling[name] for name in DOMAINS}

@@ -104,7 +104,10 @@ def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
                     reason = f"{first.compiler} has made it, too"
         if reason is not None:
             left_out.append((entry, reason))
-    variants = [str(variant) for kernel in kernels.values() for variant in kernel.every]
+    # Of these kernels alone: some have variants by the thousand.
+    heads = {binary.variant.head for _, binary in best.values()}
+    held = [kernel for head, kernel in kernels.items() if head in heads]
+    variants = [str(variant) for kernel in held for variant in kernel.every]
     taken = {
         target: tuple(best[target, v] for v in variants if (target, v) in best)
         for target in sorted({target for target, _ in best})
