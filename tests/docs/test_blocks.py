@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shlex
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 from pages import ROOT, RUN, SHOWN, Block, blocks, commands, documents
 
 from scan_registry import compat
+from scan_registry.catalog import providers
+from scan_registry.cli import main, selftest
 
 BLOCKS = [block for page in documents() for block in blocks(page)]
 PROGRAM = "scan-registry"
@@ -83,25 +85,41 @@ def marks_of(block: Block) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.slow] if block.slow else marks
 
 
+@pytest.fixture(scope="module")
+def program(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[tuple[str, ...]], tuple[int, str]]:
+    """Calls the program, and returns its status and what it has printed. Of what several pages show the answer is kept."""
+    folder, installed = tmp_path_factory.mktemp("commands"), providers.installed()
+
+    @cache
+    def call(words: tuple[str, ...]) -> tuple[int, str]:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            redirect_stdout(StringIO()) as said,
+            redirect_stderr(said),
+        ):
+            patch.chdir(folder)
+            patch.setenv("SCAN_REGISTRY_CACHE", str(folder / "cache"))
+            patch.setenv("SCAN_REGISTRY_JOBS", "1")  # others would be forks of this process
+            patch.setattr(selftest, "_MOST_ON_CPU", 8000)
+            # Whose archives are then read once.
+            patch.setattr(providers, "installed", lambda: installed)
+            return main(words), said.getvalue()
+
+    return call
+
+
 @pytest.mark.parametrize(
     "block", [pytest.param(b, id=b.name, marks=marks_of(b)) for b in of_language("shell")]
 )
-def test_commands_run(block: Block, tmp_path: Path) -> None:
+def test_commands_run(block: Block, program: Callable[[tuple[str, ...]], tuple[int, str]]) -> None:
     """They end with the status that the page states, or with 0."""
     for command in commands(block):
         words = shlex.split(command, comments=True)
         assert words[0] == PROGRAM, f"{block.name}: only {PROGRAM} runs; say `skip` and why"
-        done = subprocess.run(
-            [sys.executable, "-m", "scan_registry", *words[1:]],
-            cwd=tmp_path,
-            env={**os.environ, "SCAN_REGISTRY_CACHE": str(tmp_path / "cache")},
-            check=False,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=500,
-        )
-        assert done.returncode in block.exits, f"{command}\n{done.stdout}{done.stderr}"
+        status, said = program(tuple(words[1:]))
+        assert status in block.exits, f"{command}\n{said}"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)

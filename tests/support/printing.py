@@ -16,6 +16,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from itertools import islice
 from pathlib import Path
 from threading import Thread
@@ -212,14 +213,13 @@ def recorded(run: Callable[[], object], width: int | None) -> str:
     for number, _ in kept:
         os.dup2(theirs, number)
     os.close(theirs)
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
     try:
-        run()
+        with ExitStack() as stack:
+            for number, redirected in ((1, redirect_stdout), (2, redirect_stderr)):
+                stream = stack.enter_context(open(number, "w", encoding="utf-8", closefd=False))
+                stack.enter_context(redirected(stream))
+            run()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = before
         for number, other in kept:
             os.dup2(other, number)
             os.close(other)
