@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,11 +67,31 @@ def test_damage(damaged: bytes) -> None:
         chunks.decompress(chunks.compress(b"x"), 2**63)
 
 
-@pytest.fixture
-def spread(tmp_path: Path, a_binary: Make) -> tuple[Path, list[tuple[Binary, bytes]]]:
+@pytest.fixture(scope="module")
+def written(
+    tmp_path_factory: pytest.TempPathFactory, a_binary: Make
+) -> tuple[Path, list[tuple[Binary, bytes]]]:
     """An archive with three binaries in a chunk, one in the next, and one that is larger than a chunk."""
     sizes = [100_000, 300_000, 2 * chunks.SIZE, chunks.SIZE - 100, 10]
     held = [a_binary(v, content=noise(s, s)) for v, s in zip(VARIANTS, sizes, strict=True)]
+    path = tmp_path_factory.mktemp("spread") / "sm90.scanreg"
+    archive.write(path, SM90, held, {"version": "1"})
+    return path, held
+
+
+@pytest.fixture
+def spread(
+    tmp_path: Path, written: tuple[Path, list[tuple[Binary, bytes]]]
+) -> tuple[Path, list[tuple[Binary, bytes]]]:
+    """A copy of that archive, for one test."""
+    path, held = written
+    return Path(shutil.copyfile(path, tmp_path / path.name)), held
+
+
+@pytest.fixture
+def small(tmp_path: Path, a_binary: Make) -> tuple[Path, list[tuple[Binary, bytes]]]:
+    """An archive of little binaries, in one chunk."""
+    held = [a_binary(v, content=noise(n, 100)) for n, v in enumerate(VARIANTS)]
     path = tmp_path / "sm90.scanreg"
     archive.write(path, SM90, held, {"version": "1"})
     return path, held
@@ -123,12 +144,11 @@ def test_a_reader_decompresses_no_chunk_twice(
         assert len(opened) == len(set(opened)) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("listed", [None, {}, 1, [1], [{}], [[0]], [[0, "1"]], [[0, 1]]])
 def test_chunks_that_are_none(
-    spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any, listed: object
+    small: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any, listed: object
 ) -> None:
-    path, held = spread
+    path, held = small
     parts = archive_parts.of(path.read_bytes())
     (document,) = parts.sections.values()
     document["chunks"] = listed
@@ -138,9 +158,9 @@ def test_chunks_that_are_none(
 
 
 def test_a_python_without_lzma(
-    spread: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
+    small: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, held = spread
+    path, held = small
     monkeypatch.setattr(chunks, "lzma", None)
     with pytest.raises(ArchiveError, match="needs the module lzma"):
         Archive(path).read(held[0][0])

@@ -15,6 +15,7 @@ import pytest
 from scan_registry.artifact.archive import Binary
 from scan_registry.cache import store, tuned
 from scan_registry.cache.store import Cache, CacheWarning, jit_cache, jit_folder
+from scan_registry.catalog import providers
 from scan_registry.cli import main
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -115,8 +116,13 @@ def test_what_others_left_under_such_a_name_is_not_looked_at(
     assert (here / "~" / KEY[:2] / KEY / "sm90.scanreg").exists()
 
 
-def test_commands_say_why(place: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_say_why(
+    place: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is installed, and whatever kernels there are: both take doctor long to look through."""
     here, reason = place
+    monkeypatch.setattr(providers, "installed", lambda: ((), ()))
+    monkeypatch.setattr("scan_registry.kernels.families", dict)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert main(["cache", "list", "--json"]) == 0

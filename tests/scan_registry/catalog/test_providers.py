@@ -137,14 +137,14 @@ def test_names_are_normalized(provide: Provide) -> None:
     assert "my-archives" in [provider.name for provider in providers.installed()[0]]
 
 
-@pytest.mark.slow
 def test_a_providers_code_is_never_imported(
     provide: Provide, a_binary: Make, a_device: Callable[..., Device]
 ) -> None:
     package = provide("a", ("sm103", all_cuda(a_binary, "sm103")))
     found = catalogue()
     for held, binary in found:
-        held.read(binary)
+        if held.provider == "a":
+            held.read(binary)
     assert decide(a_device((10, 3)), found).taken().archive is not None
     assert package.name not in sys.modules
     with pytest.raises(RuntimeError, match="the provider was imported"):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
-from diagnosing import HELD, Make, Provide
+from diagnosing import FEW, HELD, Make, Provide
 from imaginary import MISSING
 
 from scan_registry.artifact import archive
@@ -18,10 +18,11 @@ from scan_registry.kernels.model import Variant
 
 @pytest.fixture
 def provide(tmp_path: Path, a_binary: Make, monkeypatch: pytest.MonkeyPatch) -> Provide:
-    """Installs an imaginary provider, beside those before it and instead of the real ones."""
+    """Installs an imaginary provider, beside those before it and instead of the real ones; doctor is asked of few families."""
     installed: list[Provider] = []
     monkeypatch.setattr(providers, "installed", lambda: (tuple(installed), ()))
     monkeypatch.setattr("scan_registry.runtime.jit.toolchains", lambda: MISSING)
+    monkeypatch.setattr("scan_registry.kernels.families", lambda: FEW)
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
 

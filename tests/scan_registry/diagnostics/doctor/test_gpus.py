@@ -150,9 +150,20 @@ def test_a_torch_that_cannot_use_the_gpus(
     assert "cuda:1, B (sm_90), 132 SMs" in text(capsys, status=status)
 
 
-def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+#: Without what is installed, which takes a while to read.
+ALONE = """
+import sys
+from scan_registry.catalog import providers
+from scan_registry.cli import main
+providers.installed = lambda: ((), ())
+sys.exit(main(["doctor", *sys.argv[1:]]))
+"""
+
+
+def shell(*words: str, alone: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
+    program = ["-c", ALONE] if alone else ["-m", "scan_registry", "doctor"]
     return subprocess.run(
-        [sys.executable, "-m", "scan_registry", "doctor", *words],
+        [sys.executable, *program, *words],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -187,9 +198,9 @@ def test_every_gpu_of_a_machine(stub_driver: Any, tmp_path: Path) -> None:
 
 
 def test_a_driver_without_a_gpu(stub_driver: Any) -> None:
-    result = shell(**stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
+    result = shell(alone=True, **stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0
-    strict = shell("--strict", **stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
+    strict = shell("--strict", alone=True, **stub_driver.environment(), CUDA_VISIBLE_DEVICES="")
     assert strict.returncode == 1
     assert "the CUDA driver sees no GPU, so calls run on the CPU alone" in result.stdout
     assert "CUDA_VISIBLE_DEVICES is ''" in result.stdout
@@ -198,7 +209,7 @@ def test_a_driver_without_a_gpu(stub_driver: Any) -> None:
 
 def test_a_driver_that_fails(stub_driver: Any) -> None:
     stub_driver.gpu().fail("cuInit", 3)
-    result = shell(**stub_driver.environment())
+    result = shell(alone=True, **stub_driver.environment())
     assert result.returncode == 1
     assert "the CUDA driver fails, so calls run on the CPU alone" in result.stdout
 
