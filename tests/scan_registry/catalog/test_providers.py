@@ -18,6 +18,7 @@ from scan_registry.artifact.archive import Binary
 from scan_registry.catalog import providers
 from scan_registry.catalog.inventory import Catalogue, catalogue, survey
 from scan_registry.catalog.providers import CORE, ProviderError
+from scan_registry.cli import main
 from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.select import Decision, System, select
 from scan_registry.hardware.device import Device
@@ -299,7 +300,9 @@ def test_entry_points_that_cannot_be_read(provide: Provide) -> None:
     assert str(problem).startswith(f"odd 1.2.3: {path} cannot be read: ")
 
 
-def test_a_file_that_is_named_after_no_architecture(provide: Provide, a_binary: Make) -> None:
+def test_a_file_that_is_named_after_no_architecture(
+    provide: Provide, a_binary: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is passed over, and named."""
     package = provide("untidy", ("sm103", all_cuda(a_binary, "sm103")))
     stray = package / "archives" / "backup.scanreg"
@@ -307,17 +310,8 @@ def test_a_file_that_is_named_after_no_architecture(provide: Provide, a_binary: 
     found = catalogue()
     assert [a.arch.label for a in found.archives if a.provider == "untidy"] == ["sm103"]
     assert found.ignored == (f"{stray} {providers.MISNAMED}",)
-    result = subprocess.run(
-        [sys.executable, "-m", "scan_registry", "inspect", "--arch", "sm103"],
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == f"scan-registry: warning: {stray} {providers.MISNAMED}\n"
+    assert main(["inspect", "--arch", "sm103"]) == 0
+    assert capsys.readouterr().err == f"scan-registry: warning: {stray} {providers.MISNAMED}\n"
 
 
 def test_a_missing_manifest_is_named(provide: Provide) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,33 @@ from verifying import (
 from scan_registry.artifact import archive
 from scan_registry.artifact.archive import Archive
 from scan_registry.catalog import providers
+from scan_registry.cli import main
 from scan_registry.diagnostics import verify
 from scan_registry.runtime.jit import CompileError
+
+Program = Callable[..., str]
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Program:
+    """What the program prints in this process, with providers installed in some folders, and none of the archives that
+    are really here, as all of them would be opened."""
+    core = tmp_path / "core"
+    (core / "catalog").mkdir(parents=True)
+    shutil.copy(Path(providers.__file__).parents[1] / "provider.json", core)
+    monkeypatch.setattr(providers, "__file__", str(core / "catalog" / "providers.py"))
+    monkeypatch.setenv("SCAN_REGISTRY_JOBS", "1")  # others would be forks of this process
+
+    def run(*given: Path | str, status: int = 0) -> str:
+        with monkeypatch.context() as patch:
+            for site in reversed([each for each in given if isinstance(each, Path)]):
+                patch.syspath_prepend(str(site))
+            words = [each for each in given if isinstance(each, str)]
+            assert main(["verify", "--arch", "sm103", *words]) == status
+        return capsys.readouterr().out
+
+    return run
+
 
 # --- Providers --------------------------------------------------------------------------------
 
@@ -55,12 +80,12 @@ def test_files_are_those_that_were_installed(
     assert reasons[held] == "No such file or directory; reinstall verified"
 
 
-def test_a_missing_archive_is_a_defect(provided: Path) -> None:
+def test_a_missing_archive_is_a_defect(provided: Path, program: Program) -> None:
     """Nothing else tells that it has ever been there."""
-    shell(provided)
+    program(provided)
     held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
     held.unlink()
-    found = valid(shell(provided, "--json", status=1))
+    found = valid(program(provided, "--json", status=1))
     assert found["defects"][0]["path"] == str(held)
     assert found["defects"][0]["reason"] == "No such file or directory; reinstall verified"
 
@@ -75,7 +100,9 @@ def test_nothing_is_known_of_what_was_not_recorded(
 
 
 @pytest.mark.parametrize("core", [">=900", "", None])
-def test_a_broken_provider_is_a_defect_and_hides_no_other(provided: Path, core: str | None) -> None:
+def test_a_broken_provider_is_a_defect_and_hides_no_other(
+    provided: Path, program: Program, core: str | None
+) -> None:
     """Whether it is for other versions, or its manifest is not one."""
     place = provided.parent / "broken"
     shutil.copytree(provided, place)
@@ -87,20 +114,22 @@ def test_a_broken_provider_is_a_defect_and_hides_no_other(provided: Path, core: 
         )
     manifest = place / "archives_that_are_broken" / "provider.json"
     manifest.write_text(json.dumps({"schema": 1, "core": core}), encoding="utf-8")
-    found = valid(shell(Path(f"{place}{os.pathsep}{provided}"), "--json", status=1))
+    found = valid(program(place, provided, "--json", status=1))
     assert [held["intact"] for held in found["archives"]] == [2]
     assert [p["name"] for p in found["providers"]][1:] == ["verified"]
     (defect,) = found["defects"]
     assert defect["reason"].startswith("broken 1.2.3")
-    out = shell(Path(f"{place}{os.pathsep}{provided}"), status=1)
+    out = program(place, provided, status=1)
     assert "defect: broken 1.2.3" in out
     assert out.splitlines()[-1] == "2 of 2 binaries intact, 1 defect"
 
 
-def test_a_file_that_is_named_after_no_architecture_is_a_defect(provided: Path) -> None:
+def test_a_file_that_is_named_after_no_architecture_is_a_defect(
+    provided: Path, program: Program
+) -> None:
     stray = provided / "archives_that_are_verified" / "archives" / "hopper.scanreg"
     stray.write_bytes(b"")
-    found = valid(shell(provided, "--json", status=1))
+    found = valid(program(provided, "--json", status=1))
     assert [held["intact"] for held in found["archives"]] == [2]
     (defect,) = found["defects"]
     assert (defect["path"], defect["reason"]) == (str(stray), providers.MISNAMED)
@@ -109,27 +138,28 @@ def test_a_file_that_is_named_after_no_architecture_is_a_defect(provided: Path) 
 # --- Compiling again --------------------------------------------------------------------------
 
 
-def test_compiled_again_to_the_same_bytes(provided: Path) -> None:
+def test_compiled_again_to_the_same_bytes(provided: Path, program: Program) -> None:
+    """In the processes that the program starts, and in one."""
     found = valid(shell(provided, "--rebuild", "--json"))
     (held,) = found["archives"]
     assert (held["identical"], held["not_comparable"], found["rebuilt"]) == (2, 0, True)
     assert found["passed"]
-    out = shell(provided, "--rebuild")
+    out = program(provided, "--rebuild")
     assert out.splitlines()[-1] == (
         "2 of 2 binaries intact, 2 of 2 compared are identical, 0 defects"
     )
 
 
 def test_other_bytes_that_nothing_else_tells_of(
-    provided: Path, compiled: dict[str, list[Entry]]
+    provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
     first, second = compiled["sm103"]
     held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
     changed = altered(first, first[1] + b"\0")
     archive.write(held, SM103, [changed, altered(second, dynamic_shared=16)], {})
     record(provided)
-    shell(provided)  # it is as it says
-    found = valid(shell(provided, "--rebuild", "--json", status=1))
+    program(provided)  # it is as it says
+    found = valid(program(provided, "--rebuild", "--json", status=1))
     assert (found["archives"][0]["intact"], found["archives"][0]["identical"]) == (2, 0)
     reasons = {defect["variant"]: defect["reason"] for defect in found["defects"]}
     assert f"compiled here has SHA-256 {first[0].sha256}" in reasons[str(FIRST)]
@@ -140,13 +170,13 @@ def test_other_bytes_that_nothing_else_tells_of(
 
 
 def test_another_compiler_is_no_mismatch(
-    provided: Path, compiled: dict[str, list[Entry]], capsys: Capture
+    provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
     first, second = compiled["sm103"]
     held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
     archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3"), second], {})
     record(provided)
-    found = valid(shell(provided, "--rebuild", "--json"))
+    found = valid(program(provided, "--rebuild", "--json"))
     (entry,) = found["archives"]
     assert (entry["identical"], entry["not_comparable"]) == (1, 1)
     (other,) = found["not_comparable"]
@@ -154,7 +184,7 @@ def test_another_compiler_is_no_mismatch(
     assert other["reason"] == f"made by nvrtc 1.2.3; here is {second[0].compiler}"
     archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3")], {})
     record(provided)
-    out = shell(provided, "--rebuild", status=2)
+    out = program(provided, "--rebuild", status=2)
     here = f"made by nvrtc 1.2.3; here is {second[0].compiler}"
     assert f"not comparable: 1 of sm103, {here}" in out.splitlines()
     wanted = "nvidia-cuda-nvrtc-cu1==1.2.3"
@@ -211,14 +241,13 @@ def test_a_compile_that_fails_is_a_mismatch(
         assert comparison.reason == "does not compile here: no such intrinsic\non line 7"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["verify"], ["cache", "list"]])
-def test_looking_needs_neither_torch_nor_a_compiler(words: list[str]) -> None:
-    script = f"""
+def test_looking_needs_neither_torch_nor_a_compiler() -> None:
+    script = """
 import sys
 from scan_registry.cli import main
-main({words!r})
-heavy = {{"torch", "triton", "numpy", "cuda"}} & set(sys.modules)
+main(["cache", "list"])
+main(["verify", "--arch", "sm86"])
+heavy = {"torch", "triton", "numpy", "cuda"} & set(sys.modules)
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", script], cwd="/", check=True, stdout=subprocess.DEVNULL)
