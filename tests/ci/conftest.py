@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,14 +42,16 @@ def core() -> Wheel:
     return CORE
 
 
-@pytest.fixture
-def packed(a_binary: Callable[..., tuple[Binary, bytes]], tmp_path: Path) -> Callable[..., bytes]:
+@pytest.fixture(scope="session")
+def packed(
+    a_binary: Callable[..., tuple[Binary, bytes]], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., bytes]:
     """An archive's bytes, with one made-up binary for each of two variants; keywords change the
     binaries, ``origin`` where they come from."""
 
     def make(label: str, origin: Any = ORIGIN, **changes: Any) -> bytes:
         target = Target.parse(label)
-        path = tmp_path / f"{label}{archive.SUFFIX}"
+        path = tmp_path_factory.mktemp("packed") / f"{label}{archive.SUFFIX}"
         made = [a_binary(variant, target, **changes) for variant in FAMILY.variants()[:2]]
         archive.write(path, target, made, origin)
         return path.read_bytes()
@@ -58,7 +59,7 @@ def packed(a_binary: Callable[..., tuple[Binary, bytes]], tmp_path: Path) -> Cal
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def job(packed: Callable[..., bytes]) -> Callable[..., Wheel]:
     """The wheel of a build job, with these archives."""
 
@@ -70,7 +71,7 @@ def job(packed: Callable[..., bytes]) -> Callable[..., Wheel]:
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small(job: Callable[..., Wheel]) -> Parts:
     """What the jobs of the matrix make, small."""
     return parts([job(arch.label) for arch in load().archs], load())

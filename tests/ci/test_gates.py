@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 from collections.abc import Callable
@@ -30,11 +31,18 @@ LAUNCHER = "scan_registry/hardware/_launcher.abi3.so"
 CUDA = FAMILY.kernel("time_last_reduction", "cuda").variants[0]
 
 
-@pytest.fixture
-def release(small: Parts, tmp_path: Path) -> Release:
+@pytest.fixture(scope="module")
+def written(small: Parts, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small packages; their binaries are made up."""
-    dist = tmp_path / "dist"
+    dist = tmp_path_factory.mktemp("written") / "dist"
     products.write(small, load(), dist)
+    return dist
+
+
+@pytest.fixture
+def release(written: Path, tmp_path: Path) -> Release:
+    """A copy of them, for one test."""
+    dist = Path(shutil.copytree(written, tmp_path / "dist"))
     place = tmp_path / "unpacked"
     place.mkdir()
     return gates.opened(dist, place, load())

@@ -93,7 +93,7 @@ def test_the_package_finds_what_lies_beside_its_code(site: Path, alone: bool) ->
     assert held == [[CORE, OWN, str(site / "scan_registry")]]
 
 
-@pytest.mark.parametrize("site", ["its metadata alone", "all of it"], indirect=True)
+@pytest.mark.parametrize("site", ["all of it"], indirect=True)
 def test_commands_state_the_version_of_the_code(site: Path) -> None:
     assert run(site, "-m", "scan_registry", "--version") == f"scan-registry {OWN}\n"
     arch = "sm_90"

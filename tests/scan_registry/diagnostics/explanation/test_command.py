@@ -215,9 +215,27 @@ def test_a_provider_that_does_not_fit(capsys: Capture, monkeypatch: pytest.Monke
     assert "archives 2.0 is made for" in capsys.readouterr().err
 
 
-def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "scan_registry", *words],
+#: The program's status, output and errors for each of some calls, as JSON.
+CALLS = """
+import json, sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from scan_registry.cli import main
+
+answers = []
+for words in json.loads(sys.argv[1]):
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+        status = main(words)
+    answers.append([status, out.getvalue(), err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def called(*more: list[str], **variables: str) -> list[tuple[int, str, str]]:
+    """What explaining the call prints, with more words each time, in a process that finds other GPUs than this one."""
+    calls = json.dumps([[*CALL, *words] for words in more])
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS, calls],
         capture_output=True,
         text=True,
         encoding="utf-8",
@@ -225,30 +243,29 @@ def shell(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         cwd="/",
         env={**os.environ, **variables},
     )
+    assert done.returncode == 0, done.stderr
+    return [tuple(answer) for answer in json.loads(done.stdout)]
 
 
 @pytest.mark.slow
 def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     nowhere = {"SCAN_REGISTRY_LIBCUDA": str(tmp_path / "nothing.so")}
-    result = shell(*CALL, **nowhere)
-    assert result.returncode == 2
-    assert result.stderr.startswith("scan-registry: error: no GPU is visible here (the CUDA driver")
-    assert "--for H100" in result.stderr
-    result = shell(*CALL, "--driver", "575", **nowhere)
-    assert result.returncode == 2
-    assert "--driver describes a GPU that is not here; it needs --for" in result.stderr
+    first, second = called([], ["--driver", "575"], **nowhere)
+    assert (first[0], second[0]) == (2, 2)
+    assert first[2].startswith("scan-registry: error: no GPU is visible here (the CUDA driver")
+    assert "--for H100" in first[2]
+    assert "--driver describes a GPU that is not here; it needs --for" in second[2]
 
 
 @pytest.mark.slow
 def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
     variables = stub_driver.environment()
-    first, second, third = (
-        shell(*CALL, *words, **variables)
-        for words in (["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"])
+    first, second, third = called(
+        ["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"], **variables
     )
-    assert (first.returncode, second.returncode, third.returncode) == (0, 0, 2)
-    found = json.loads(first.stdout)
+    assert (first[0], second[0], third[0]) == (0, 0, 2)
+    found = json.loads(first[1])
     valid(found)
     assert found["device"] == {
         "name": "Imaginary A",
@@ -259,8 +276,8 @@ def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
         "threads_per_block": 1024,
         "driver": "13.0",
     }
-    assert second.stdout.startswith("linear_scan on Imaginary B (sm_75), driver for CUDA 13.0\n")
-    assert "--device is 'cuda:2'; accepted are cuda:0, cuda:1" in third.stderr
+    assert second[1].startswith("linear_scan on Imaginary B (sm_75), driver for CUDA 13.0\n")
+    assert "--device is 'cuda:2'; accepted are cuda:0, cuda:1" in third[2]
     assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
 
 
@@ -283,7 +300,8 @@ for call in describe(tensor, tensor).values():
 def test_what_it_says_is_what_dispatch_decides(stub_driver: Any) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A")
     lines = stub_driver.run(DISPATCH).stdout.splitlines()
-    found = json.loads(shell(*CALL, "--json", **stub_driver.environment()).stdout)
+    ((_, said, _),) = called(["--json"], **stub_driver.environment())
+    found = json.loads(said)
     losers = {"rejected"}  # dispatch does not look for compilers where something else fits
     assert len(lines) == len(found["steps"]) == 2
     for line, step in zip(map(json.loads, lines), found["steps"], strict=True):
