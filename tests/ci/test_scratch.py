@@ -207,6 +207,10 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
     (folder / "__init__.py").touch()
     for name in ("spec.py", "scale.cu"):
         (folder / name).write_text(block(f"kernels/scale/{name}"), encoding="utf-8")
+    project = tree / "pyproject.toml"
+    text = project.read_text(encoding="utf-8")
+    assert '"-O3"' in text
+    project.write_text(text.replace('"-O3"', '"-O0"'), encoding="utf-8")  # nothing of it runs
     command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-C", "archs=none"]
     run(tmp_path, *command, "--wheel-dir", str(tmp_path), str(tree), PYTHONPATH="")
     (wheel,) = tmp_path.glob("*.whl")
