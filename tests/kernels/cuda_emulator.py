@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import json
 import math
+import mmap
 import os
 import shutil
 import subprocess
@@ -28,6 +29,10 @@ from scan_registry.kernels.model import Kernel, Static, Variant
 
 EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
+#: Bytes of a thread's stack, and of all of them, unless more threads run at once.
+STACK, STACKS = 256 << 10, 1 << 30
+#: Of Linux's; Python does not name it.
+MAP_NORESERVE = 0x4000
 #: Where all tests of a run keep the libraries that they have in common, if there is such a folder.
 shared: Path | None = None
 #: SMs of the GPU that is emulated: few, so that small problems fill it.
@@ -40,9 +45,11 @@ _MAIN = """
 #define __CUDA_ARCH__ {arch}
 const unsigned emulator::blocks_of_cluster = {cluster};
 #include "{source}"
-extern "C" void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
-                        unsigned blocks_at_once, unsigned seed) {{
-    emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed);
+extern "C" [[gnu::visibility("default")]]
+void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
+             unsigned blocks_at_once, unsigned seed, char* stacks, unsigned long bytes_of_stack) {{
+    emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed,
+                     emulator::Stacks{{stacks, bytes_of_stack}});
 }}
 """
 #: In place of the header that was compiled ahead.
@@ -51,6 +58,17 @@ _UNFIT = """
 #error The emulator's header depends on a macro of the kernel's.
 #endif
 """
+
+
+@cache
+def stacks(size: int) -> ctypes.c_char:
+    """Memory for the stacks of the threads that run at once. What a launch has touched of it, the next ones find there,
+    where new pages would take longer than many a launch."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = mmap.mmap(-1, size, flags=flags)
+    with suppress(OSError):  # where there are no large pages, of which a thread would touch but the end
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return ctypes.c_char.from_buffer(memory)
 
 
 @cache
@@ -92,14 +110,17 @@ class Emulated:
                 values.append(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         emulate = ctypes.CDLL(str(self.library)).emulate
+        threads, at_once = 32 * self.kernel.code.warps(self.variant), self._at_once(launch.grid, sm_count)
         for _ in range(1 if launch.zeroed else 2):
             emulate(
                 pointers,
                 (ctypes.c_uint * 3)(*launch.grid),
-                ctypes.c_uint(32 * self.kernel.code.warps(self.variant)),
+                ctypes.c_uint(threads),
                 ctypes.c_uint(self.kernel.code.shared(self.variant)),
-                ctypes.c_uint(self._at_once(launch.grid, sm_count)),
+                ctypes.c_uint(at_once),
                 ctypes.c_uint(seed),
+                ctypes.byref(stacks(max(STACKS, at_once * threads * STACK))),
+                ctypes.c_ulong(STACK),
             )
             if workspace and not launch.zeroed:
                 line = ctypes.string_at(workspace, 16)

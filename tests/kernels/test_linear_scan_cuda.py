@@ -335,7 +335,9 @@ kernel = ctypes.CDLL(sys.argv[1]).emulate
 numbers, out = (ctypes.c_int * 64)(*range(64)), (ctypes.c_int * 64)()
 pointers = [ctypes.c_void_p(ctypes.addressof(each)) for each in (numbers, out)]
 arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, pointers))
-kernel(arguments, (ctypes.c_uint * 3)(1, 1, 1), 64, 0, 1, 3)
+size = 1 << 16
+stacks = ctypes.create_string_buffer(64 * size)
+kernel(arguments, (ctypes.c_uint * 3)(1, 1, 1), 64, 0, 1, 3, stacks, ctypes.c_ulong(size))
 print(*out)
 """
 

@@ -52,7 +52,7 @@ inline void cluster_barrier() {
     emulated_cluster([&](EmulatedClusters&, EmulatedCluster& cluster) {
         cluster.marks[emulator::rank()] = &emulated_mark;
     });
-    emulator::arrive_in_cluster(), emulator::await_cluster();
+    emulator::meet_in_cluster();
 }
 
 inline void begin_arrivals(Shared arrivals) {

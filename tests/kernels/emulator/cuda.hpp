@@ -18,10 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <mutex>
-#include <random>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -61,7 +58,13 @@ namespace emulator {
 extern const unsigned blocks_of_cluster;  // the kernel's
 constexpr unsigned MOST_OF_CLUSTER = 16;
 constexpr int WARP = 32;
-constexpr std::size_t STACK = 256 << 10, VALUE = 32;
+constexpr std::size_t VALUE = 32;
+
+// Memory for the stacks of all threads that run at once, which is the same for all launches: most of it is never touched.
+struct Stacks {
+    char* memory;
+    std::size_t bytes;  // of each thread
+};
 
 [[noreturn]] inline void fail(const char* reason) {
     std::fprintf(stderr, "emulator: %s\n", reason);
@@ -78,51 +81,70 @@ struct Copy {
 };
 
 struct Thread {
-    ucontext_t context;  // to begin with; after that, `place` is where it goes on
-    jmp_buf place;
-    std::unique_ptr<char[]> stack{new char[STACK]};
-    bool begun = false, done = false;
-    long exchanges = 0, barriers = 0, meetings = 0;  // that it has arrived at: of a warp, a block, a cluster
-    int groups = 0;                                  // of copies that it has committed
+    jmp_buf start, place;  // where it begins with a block, and where it goes on
+    bool made = false, begun = false;
+    int groups = 0;  // of copies that it has committed
     std::vector<Copy> copies;
 };
 
-// A barrier that some threads of a block arrive at, and how often it opened.
+// Where some threads of a block meet: how many have come, who waits for the others, and how often it opened.
 struct Barrier {
     int arrived = 0;
     long opened = 0;
+    std::vector<int> waiting;
+};
+
+// Numbers that are drawn.
+struct Random {
+    using result_type = std::uint64_t;
+    std::uint64_t state;
+
+    static constexpr result_type min() { return 0; }
+    static constexpr result_type max() { return ~result_type(0); }
+    result_type operator()() {  // SplitMix64
+        std::uint64_t x = state += 0x9e3779b97f4a7c15u;
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+        return x ^ x >> 31;
+    }
+    std::size_t below(std::size_t count) { return ((*this)() >> 32) * count >> 32; }
 };
 
 struct Block {
     std::vector<Thread> threads;
     std::vector<char> dynamic;
     std::vector<char> slots;  // of each thread two values of at most VALUE bytes, on their way to a warp
-    std::function<void()> kernel;
-    std::mt19937 random;
+    Stacks stacks;
+    void (*kernel)(void* given);
+    void* given;
+    Random random;
     jmp_buf outside;
-    Barrier numbered[16];
-    int running = 0;
-    long steps_in_vain = 0;
+    Barrier numbered[16], whole, in_cluster;
+    std::vector<Barrier> warps;
+    std::vector<int> left;   // threads of each warp that are done
+    std::vector<int> ready;  // threads that can go on, other than the running one
+    int running = 0, living = 0;
+    long turns_in_vain = 0;
 
-    Block(int count, std::size_t shared, unsigned seed)
-        : threads(count), dynamic(shared + 16), slots(count * 2 * VALUE), random(seed) {}
+    Block(int count, std::size_t shared, unsigned seed, Stacks stacks)
+        : threads(count), dynamic(shared + 16), slots(count * 2 * VALUE), stacks(stacks), random{seed},
+          warps(count / WARP), left(count / WARP) {}
 
     void run(Index index) {
         blockIdx = index;
-        for (auto& byte : dynamic) byte = char(random());
-        for (auto& thread : threads) {
-            thread.begun = thread.done = false;
-            thread.exchanges = thread.barriers = thread.meetings = 0;
-            thread.groups = 0;
-            thread.copies.clear();
-            getcontext(&thread.context);
-            thread.context.uc_stack.ss_sp = thread.stack.get();
-            thread.context.uc_stack.ss_size = STACK;
-            thread.context.uc_link = nullptr;
-            makecontext(&thread.context, reinterpret_cast<void (*)()>(enter), 0);
+        for (std::size_t i = 0; i < dynamic.size(); i += 8) {
+            const std::uint64_t bytes = random();
+            std::memcpy(&dynamic[i], &bytes, std::min<std::size_t>(8, dynamic.size() - i));
         }
-        for (int next = pick(-1); next >= 0; next = pick(-1))
-            if (!_setjmp(outside)) resume(next);
+        std::fill(left.begin(), left.end(), 0);
+        living = int(threads.size());
+        for (int i = 0; i < living; i++) {
+            threads[i].begun = false;
+            threads[i].groups = 0;
+            ready.push_back(i);
+        }
+        while (living)
+            if (!_setjmp(outside)) resume(take());
         for (const Barrier& barrier : numbered)
             if (barrier.arrived) fail("a block left with threads at a barrier");
     }
@@ -131,13 +153,23 @@ struct Block {
         static thread_local Block* block;
         return block;
     }
+    // Blocks have a stack one after the other, and each may be run by another thread of the system.
     static void enter() {
+        _setjmp(current()->self().start);
+        within();
+    }
+    [[gnu::noinline]] static void within() {
         Block& block = *current();
-        block.kernel();
-        Thread& thread = block.threads[block.running];
-        if (!thread.copies.empty()) fail("a thread left with copies under way");
-        thread.done = true;
-        _longjmp(block.outside, 1);
+        block.kernel(block.given);
+        block.leave();
+    }
+    [[noreturn]] void leave() {
+        if (!self().copies.empty()) fail("a thread left with copies under way");
+        const int warp = running / WARP;
+        left[warp]++;
+        if (warps[warp].arrived) fail("a warp exchanges values without a lane that has left");
+        if (--living && whole.arrived == living) open(whole);
+        _longjmp(outside, 1);
     }
 
     [[noreturn]] void resume(int number) {
@@ -146,42 +178,72 @@ struct Block {
         Thread& thread = threads[number];
         if (thread.begun) _longjmp(thread.place, 1);
         thread.begun = true;
-        setcontext(&thread.context);
+        if (thread.made) _longjmp(thread.start, 1);
+        thread.made = true;
+        ucontext_t context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = stacks.memory + number * stacks.bytes;
+        context.uc_stack.ss_size = stacks.bytes;
+        context.uc_link = nullptr;
+        makecontext(&context, reinterpret_cast<void (*)()>(enter), 0);
+        setcontext(&context);
         fail("a thread could not begin");
     }
 
-    // A thread that is not done, other than `but` if there is one; -1 if there is none.
-    int pick(int but) {
-        const int count = int(threads.size()), begin = int(random() % count);
-        for (int i = 0; i < count; i++) {
-            const int number = (begin + i) % count;
-            if (!threads[number].done && number != but) return number;
-        }
-        return but >= 0 && !threads[but].done ? but : -1;
+    // A thread that can go on, which is the running one from now on.
+    int take() {
+        if (ready.empty()) fail("nobody gets on: threads wait for what never comes");
+        const std::size_t drawn = random.below(ready.size());
+        const int next = ready[drawn];
+        ready[drawn] = ready.back();
+        ready.pop_back();
+        return next;
     }
 
-    // Let others run until `ready`.
+    // Let another go on, if one can.
+    void turn() {
+        if (++turns_in_vain % (4 * long(ready.size() + 1)) == 0) std::this_thread::yield();
+        if (turns_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
+        if (ready.empty()) return;
+        int& drawn = ready[random.below(ready.size())];
+        const int next = drawn;
+        drawn = running;
+        if (!_setjmp(self().place)) resume(next);
+    }
+    // Let others go on until `ready`, which other blocks bring about.
     template <class Ready>
     void wait(Ready ready) {
-        while (!ready()) {
-            const int self = running, next = pick(self);
-            if (++steps_in_vain % (long(threads.size()) * 4) == 0) std::this_thread::yield();
-            if (steps_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
-            if (next != self && !_setjmp(threads[self].place)) resume(next);
-        }
-        steps_in_vain = 0;
+        while (!ready()) turn();
+        turns_in_vain = 0;
+    }
+
+    void open(Barrier& at) {
+        at.arrived = 0, at.opened++;
+        ready.insert(ready.end(), at.waiting.begin(), at.waiting.end());
+        at.waiting.clear();
+        turns_in_vain = 0;
+    }
+    // Until the barrier opens.
+    void wait_at(Barrier& at) {
+        at.waiting.push_back(running);
+        if (!_setjmp(self().place)) resume(take());
+    }
+    // Whether the barrier opened for `count` threads, of which this is the last.
+    bool arrive(Barrier& at, int count) {
+        if (++at.arrived < count) return false;
+        open(at);
+        return true;
+    }
+    void meet(Barrier& at, int count) {
+        if (!arrive(at, count)) wait_at(at);
     }
 
     Thread& self() { return threads[running]; }
 };
 
-inline void arrive(Barrier& at, int threads) {
-    if (++at.arrived == threads) at.arrived = 0, at.opened++;
-}
-
 inline Block& block() { return *Block::current(); }
 
-// How often threads of each block of a cluster have come to its barrier, and which blocks have ended.
+// How often each block of a cluster has come to its barrier, and which blocks have ended.
 struct Cluster {
     std::atomic<long> arrived[MOST_OF_CLUSTER]{};
     std::atomic<bool> ended[MOST_OF_CLUSTER]{};
@@ -189,18 +251,17 @@ struct Cluster {
 inline std::vector<Cluster> clusters;  // of the launch
 inline Cluster& cluster() { return clusters[blockIdx.x / blocks_of_cluster]; }
 inline unsigned rank() { return blockIdx.x % blocks_of_cluster; }
-inline void arrive_in_cluster() {
-    block().self().meetings++;
-    cluster().arrived[rank()]++;
-}
-// Nobody arrives again before all have arrived.
-inline void await_cluster() {
-    const long awaited = block().self().meetings * long(blockDim.x);
-    block().wait([&] {
+// The last thread of a block that comes waits for the other blocks.
+inline void meet_in_cluster() {
+    Block& b = block();
+    if (++b.in_cluster.arrived < int(blockDim.x)) return b.wait_at(b.in_cluster);
+    const long awaited = ++cluster().arrived[rank()];
+    b.wait([&] {
         for (unsigned i = 0; i < blocks_of_cluster; i++)
             if (cluster().arrived[i] < awaited && !cluster().ended[i]) return false;
         return true;
     });
+    b.open(b.in_cluster);
 }
 
 // Meet the other threads of the warp; `read` is called with the values that all of them brought, which
@@ -209,19 +270,13 @@ template <class T, class Read>
 void meet(T mine, Read read) {
     static_assert(sizeof(T) <= VALUE);
     Block& b = block();
-    const int first = b.running / WARP * WARP;
-    const long number = ++b.self().exchanges;
-    T* const slots = reinterpret_cast<T*>(b.slots.data() + (number & 1) * b.threads.size() * VALUE +
-                                          first * VALUE);
-    std::memcpy(slots + b.running - first, &mine, sizeof mine);
-    b.wait([&] {
-        for (int lane = first; lane < first + WARP; lane++) {
-            if (b.threads[lane].exchanges >= number) continue;
-            if (b.threads[lane].done) fail("a warp exchanges values without a lane that has left");
-            return false;
-        }
-        return true;
-    });
+    const int warp = b.running / WARP, lane = b.running % WARP;
+    if (b.left[warp]) fail("a warp exchanges values without a lane that has left");
+    Barrier& at = b.warps[warp];
+    T* const slots = reinterpret_cast<T*>(b.slots.data() + (at.opened & 1) * b.threads.size() * VALUE +
+                                          warp * WARP * VALUE);
+    std::memcpy(slots + lane, &mine, sizeof mine);
+    b.meet(at, WARP);
     read(slots);
 }
 
@@ -266,7 +321,7 @@ void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
 
 template <class... A>
 void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsigned threads,
-            unsigned shared, unsigned blocks_at_once, unsigned seed) {
+            unsigned shared, unsigned blocks_at_once, unsigned seed, Stacks stacks) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {threads, 1, 1};
     const std::size_t blocks = std::size_t(grid[0]) * grid[1] * grid[2];
@@ -277,18 +332,25 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
     clusters = std::vector<Cluster>(blocks / together);
     std::vector<std::size_t> order(blocks);
     for (std::size_t i = 0; i < blocks; i++) order[i] = i;
-    std::mt19937 random(seed);
+    Random random{seed};
     for (std::size_t i = blocks / together; i > 1; i--)
         std::swap_ranges(order.begin() + (i - 1) * together, order.begin() + i * together,
-                         order.begin() + random() % i * together);
+                         order.begin() + random.below(i) * together);
     for (std::size_t i = 0; i < blocks; i += together)
         std::shuffle(order.begin() + i, order.begin() + i + together, random);
 
+    using Given = std::pair<void (*)(A...), void**>;
+    Given given{kernel, arguments};
     std::atomic<std::size_t> next{0};
     const auto work = [&](unsigned number) {
-        Block block(int(threads), shared, seed * 977 + number);
+        const Stacks own{stacks.memory + std::size_t(number) * threads * stacks.bytes, stacks.bytes};
+        Block block(int(threads), shared, seed * 977 + number, own);
         Block::current() = &block;
-        block.kernel = [&] { call(kernel, arguments, std::index_sequence_for<A...>{}); };
+        block.kernel = [](void* given) {
+            const auto& [kernel, arguments] = *static_cast<Given*>(given);
+            call(kernel, arguments, std::index_sequence_for<A...>{});
+        };
+        block.given = &given;
         for (std::size_t i = next++; i < blocks; i = next++) {
             const auto at = order[i];
             block.run({unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]),
@@ -305,12 +367,7 @@ void launch(void (*kernel)(A...), void** arguments, const unsigned* grid, unsign
 
 inline void __syncthreads() {
     auto& b = emulator::block();
-    const long number = ++b.self().barriers;
-    b.wait([&] {
-        for (const auto& thread : b.threads)
-            if (!thread.done && thread.barriers < number) return false;
-        return true;
-    });
+    b.meet(b.whole, b.living);
 }
 inline void __syncwarp() { emulator::exchange(0, 0); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }

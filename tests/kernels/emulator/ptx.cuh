@@ -34,10 +34,7 @@ void store_global(void* to, Words words) {
 
 inline void store_relaxed(u64* to, u64 value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 // A thread that polls lets others run.
-inline void emulated_turn() {
-    bool turn = false;
-    emulator::block().wait([&] { return std::exchange(turn, true); });
-}
+inline void emulated_turn() { emulator::block().turn(); }
 template <class Word>
 Word load_relaxed(const Word* from) {
     emulated_turn();
@@ -66,14 +63,13 @@ inline uint4 load_acquire(const uint4* from) { return load_relaxed(from); }
 
 template <int THREADS>
 void arrive_at(int barrier) {
-    emulator::arrive(emulator::block().numbered[barrier], THREADS);
+    auto& b = emulator::block();
+    b.arrive(b.numbered[barrier], THREADS);
 }
 template <int THREADS>
 void meet_at(int barrier) {
-    auto& at = emulator::block().numbered[barrier];
-    const long opened = at.opened;
-    emulator::arrive(at, THREADS);
-    emulator::block().wait([&] { return at.opened != opened; });
+    auto& b = emulator::block();
+    b.meet(b.numbered[barrier], THREADS);
 }
 
 inline char* dynamic_shared() {
