@@ -60,6 +60,10 @@ _UNFIT = """
 """
 
 
+#: What runs the threads, compiled.
+RUNNER = "emulator.o"
+
+
 @cache
 def stacks(size: int) -> ctypes.c_char:
     """Memory for the stacks of the threads that run at once. What a launch has touched of it, the next ones find there,
@@ -171,7 +175,8 @@ def library_of(
     (sources / "main.cpp").write_text(main, encoding="utf-8")
     defined = [f"-D{name}={value}" for name, value in constants.items()]
     made = place / "kernel.so"
-    _compile(["-shared", *defined, f"-I{_headers(folder)}", "-o", made, sources / "main.cpp"])
+    ready = _ready(folder)
+    _compile(["-shared", *defined, f"-I{ready}", "-o", made, sources / "main.cpp", ready / RUNNER])
     os.replace(made, library)
     return library
 
@@ -182,19 +187,22 @@ def _compile(words: Sequence[str | Path]) -> None:
         "-U_FORTIFY_SOURCE",  # which takes a jump from stack to stack for an error
         # Or several libraries would share what has to be each one's own.
         "-fno-gnu-unique",
+        "-fvisibility=hidden",
         "-ffp-contract=off",
     ]
     subprocess.run([*command, *map(str, words), f"-I{EMULATOR}"], check=True)
 
 
-def _headers(folder: Path) -> Path:
-    """A folder with the emulator's header compiled ahead, which takes as long as a kernel does. Where a kernel's macros
-    do not fit it, the compiler reads what stands there in its place, and fails."""
-    ready = folder / "headers"
+def _ready(folder: Path) -> Path:
+    """A folder with what all kernels have of the emulator, compiled ahead, which takes as long as a kernel does: its header,
+    and what runs the threads. Where a kernel's macros do not fit the header, the compiler reads what stands there in its
+    place, and fails."""
+    ready = folder / "ready"
     if not ready.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
         _compile(["-x", "c++-header", "-o", f"{header}.gch", header])
+        _compile(["-c", "-o", fresh / RUNNER, EMULATOR / "emulator.cpp"])
         header.write_text(_UNFIT, encoding="utf-8")
         with suppress(OSError):  # somebody else was first
             fresh.rename(ready)

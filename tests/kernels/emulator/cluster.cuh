@@ -76,7 +76,7 @@ inline void expect_bytes(Shared arrivals, unsigned bytes) {
     });
 }
 inline void await_bytes(Shared arrivals, unsigned odd) {
-    emulator::block().wait([&] {
+    emulator::wait([&] {
         return emulated_cluster([&](EmulatedClusters& all, EmulatedCluster& cluster) {
             return (all.arrivals.at(emulated_memory(cluster, arrivals)).phase & 1) != odd;
         });

@@ -34,7 +34,7 @@ void store_global(void* to, Words words) {
 
 inline void store_relaxed(u64* to, u64 value) { __atomic_store_n(to, value, __ATOMIC_RELAXED); }
 // A thread that polls lets others run.
-inline void emulated_turn() { emulator::block().turn(); }
+inline void emulated_turn() { emulator::turn(); }
 template <class Word>
 Word load_relaxed(const Word* from) {
     emulated_turn();
@@ -63,18 +63,14 @@ inline uint4 load_acquire(const uint4* from) { return load_relaxed(from); }
 
 template <int THREADS>
 void arrive_at(int barrier) {
-    auto& b = emulator::block();
-    b.arrive(b.numbered[barrier], THREADS);
+    emulator::arrive_at(barrier, THREADS);
 }
 template <int THREADS>
 void meet_at(int barrier) {
-    auto& b = emulator::block();
-    b.meet(b.numbered[barrier], THREADS);
+    emulator::meet_at(barrier, THREADS);
 }
 
-inline char* dynamic_shared() {
-    return reinterpret_cast<char*>((std::uintptr_t(emulator::block().dynamic.data()) + 15) / 16 * 16);
-}
+inline char* dynamic_shared() { return emulator::dynamic_shared(); }
 inline char* dynamic_rows() { return dynamic_shared(); }
 inline void copy_async(void* to, const void* from, bool wanted) {
     if (wanted) emulator::copy_async(to, from, 16, 16);
