@@ -70,7 +70,9 @@ def stacks(size: int) -> ctypes.c_char:
     where new pages would take longer than many a launch."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, size, flags=flags)
-    with suppress(OSError):  # where there are no large pages, of which a thread would touch but the end
+    with suppress(
+        OSError
+    ):  # where there are no large pages, of which a thread would touch but the end
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return ctypes.c_char.from_buffer(memory)
 
@@ -114,7 +116,10 @@ class Emulated:
                 values.append(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         emulate = ctypes.CDLL(str(self.library)).emulate
-        threads, at_once = 32 * self.kernel.code.warps(self.variant), self._at_once(launch.grid, sm_count)
+        threads, at_once = (
+            32 * self.kernel.code.warps(self.variant),
+            self._at_once(launch.grid, sm_count),
+        )
         for _ in range(1 if launch.zeroed else 2):
             emulate(
                 pointers,
@@ -175,8 +180,8 @@ def library_of(
     (sources / "main.cpp").write_text(main, encoding="utf-8")
     defined = [f"-D{name}={value}" for name, value in constants.items()]
     made = place / "kernel.so"
-    ready = _ready(folder)
-    _compile(["-shared", *defined, f"-I{ready}", "-o", made, sources / "main.cpp", ready / RUNNER])
+    ahead = ready(folder)
+    _compile(["-shared", *defined, f"-I{ahead}", "-o", made, sources / "main.cpp", ahead / RUNNER])
     os.replace(made, library)
     return library
 
@@ -193,17 +198,19 @@ def _compile(words: Sequence[str | Path]) -> None:
     subprocess.run([*command, *map(str, words), f"-I{EMULATOR}"], check=True)
 
 
-def _ready(folder: Path) -> Path:
+def ready(folder: Path | None = None) -> Path:
     """A folder with what all kernels have of the emulator, compiled ahead, which takes as long as a kernel does: its header,
     and what runs the threads. Where a kernel's macros do not fit the header, the compiler reads what stands there in its
     place, and fails."""
-    ready = folder / "ready"
-    if not ready.exists():
+    folder = folder or shared
+    assert folder is not None
+    found = folder / "ready"
+    if not found.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
         _compile(["-x", "c++-header", "-o", f"{header}.gch", header])
         _compile(["-c", "-o", fresh / RUNNER, EMULATOR / "emulator.cpp"])
         header.write_text(_UNFIT, encoding="utf-8")
         with suppress(OSError):  # somebody else was first
-            fresh.rename(ready)
-    return ready
+            fresh.rename(found)
+    return found

@@ -29,24 +29,34 @@ GROUPED = {"complex64": ((1, 1, 140_000),)}
 LASTING = cases.Setting(states=True, lasting=True)
 
 
+#: Parameters of which one value is emulated like the other: how many blocks an SM has room for, and how many of more than a
+#: few stages or blocks there are.
+MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
+
+
 def chosen() -> Iterator[Variant]:
-    """All variants in bfloat16 with gates of that kind, and of two more dtypes one for each kernel and
-    access."""
-    seen = set()
+    """Of two dtypes one for each kernel and access; and in bfloat16 with gates of that kind one for each value of a
+    parameter besides, and for all parameters that a kernel reads together."""
+    seen: set[object] = set()
     for variant in FAMILY.variants():
         statics = dict(variant.statics)
         if variant.language != "cuda" or statics["dtype"] in ("float16", "float64"):
             continue
-        kind = (variant.kernel, statics["dtype"], statics.get("gates"), statics.get("access"))
-        narrow = statics["dtype"] == statics.get("gates", "bfloat16") == "bfloat16"
-        if narrow or kind not in seen:
-            seen.add(kind)
+        access = statics.get("access")
+        wanted: set[object] = {(variant.kernel, statics["dtype"], statics.get("gates"), access)}
+        if statics["dtype"] == statics.get("gates", "bfloat16") == "bfloat16":
+            sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
+            wanted |= {(variant.kernel, *each) for each in sizes.items()}
+            wanted.add((variant.kernel, min(int(statics.get("stages", 0)), 3), "stages"))
+            wanted.add((variant.kernel, access, *statics))
+        if not wanted <= seen:
+            seen |= wanted
             yield variant
 
 
 def streamed() -> Iterator[Variant]:
     """A few of those whose tiles come through a ring, one for each way to share a row or a column; and of misaligned rows
-    that are held in registers."""
+    that are held in registers. Dtypes take turns, of which backward kernels have another than forward ones."""
     wanted: dict[str, list[dict[str, Any]]] = {
         "time_last": [
             {"lanes": 1},
@@ -81,12 +91,17 @@ def streamed() -> Iterator[Variant]:
             continue
         every = map(dict, kernel.tunable.space)
         found = [p for p in every if "stages" in p or p.get("access") == "misaligned"]
-        for pins in wanted[kernel.name.rpartition("_")[0]] if found else ():
-            matches = [{"access": "aligned", "dtype": dtype, **pins} for dtype in dtypes]
-            fits = [next((f for f in found if m.items() <= f.items()), None) for m in matches]
-            assert any(fits), f"{kernel.name} has nothing like {pins}"
-            for each in filter(None, fits):
-                yield Variant(FAMILY.name, kernel.name, "cuda", tuple(each.items()))
+        layout, _, direction = kernel.name.rpartition("_")
+        for number, pins in enumerate(wanted[layout] if found else ()):
+            first = (number + (direction == "backward")) % 3
+            matches = [
+                {"access": "aligned", "dtype": dtype, **pins}
+                for dtype in (*dtypes[first:], *dtypes[:first])
+            ]
+            fits = (next((f for f in found if m.items() <= f.items()), None) for m in matches)
+            fit = next(filter(None, fits), None)
+            assert fit, f"{kernel.name} has nothing like {pins}"
+            yield Variant(FAMILY.name, kernel.name, "cuda", tuple(fit.items()))
 
 
 def like(kernel: Kernel, pins: dict[str, Any]) -> Variant:
@@ -105,7 +120,8 @@ def short(dtype: str) -> tuple[cases.Trial, ...]:
 def long(dtype: str) -> tuple[cases.Trial, ...]:
     """What those that are cut, or shared by blocks, are given besides: it takes as long to solve as to compile one."""
     torch.manual_seed(1)
-    posed = product((*LONG, *GROUPED.get(dtype, ())), (LASTING, replace(LASTING, reverse=True)))
+    posed = [*product(LONG, (LASTING, replace(LASTING, reverse=True)))]
+    posed += [(shape, LASTING) for shape in GROUPED.get(dtype, ())]
     return tuple(cases.draw(*each, dtype, "cpu") for each in posed)
 
 
@@ -128,9 +144,15 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", [5, 50])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("direction", "dtype", "batch"),
+    [
+        ("forward", "bfloat16", 5),
+        ("backward", "float32", 5),
+        *product(("forward", "backward"), ("bfloat16",), (50,)),
+        *product(("forward", "backward"), ("float32",), (26,)),
+    ],
+)
 def test_blocks_keep_the_states_of_columns(
     direction: str, dtype: str, batch: int, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
@@ -232,42 +254,42 @@ def test_a_walk_over_malformed_bounds_writes_nowhere_else(
         assert untouched(), bounds
 
 
+#: A layout, parameters of a tile, a shape, and the dtypes forward and backward.
+MISALIGNED = {
+    "channel_last": ("channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200), "float32", "bfloat16"),
+    "channel_last, other dtypes": (
+        "channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200), "bfloat16", "float32",
+    ),
+    "time_last": (
+        "time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150), "float32", "bfloat16",
+    ),
+    "time_last, two pieces": (
+        "time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765), "bfloat16", "float32",
+    ),
+    "time_last, held": (
+        "time_last", {"warps": 1, "rows": 4, "steps": 1}, (1, 5, 765), "float32", "bfloat16",
+    ),
+    "time_last, held and short": (
+        "time_last", {"warps": 1, "rows": 4, "steps": 2}, (3, 3, 5), "bfloat16", "float32",
+    ),
+    "time_last, held by two warps": (
+        "time_last", {"warps": 2, "rows": 1, "steps": 2}, (2, 3, 1150), "float32", "bfloat16",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(
-    ("layout", "tile", "shape"),
-    [
-        ("channel_last", {"lanes_across": 32, "vector": 2}, (2, 69, 200)),
-        ("time_last", {"lanes": 16, "pieces": 1, "stages": 3}, (2, 3, 1150)),
-        ("time_last", {"lanes": 16, "pieces": 2, "stages": 3}, (1, 5, 765)),
-        ("time_last", {"warps": 1, "rows": 4, "steps": 1}, (1, 5, 765)),
-        ("time_last", {"warps": 1, "rows": 4, "steps": 2}, (3, 3, 5)),
-        ("time_last", {"warps": 2, "rows": 1, "steps": 2}, (2, 3, 1150)),
-    ],
-    ids=[
-        "channel_last",
-        "time_last",
-        "time_last, two pieces",
-        "time_last, held",
-        "time_last, held and short",
-        "time_last, held by two warps",
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tried", MISALIGNED)
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 def test_a_walk_over_misaligned_rows_writes_nowhere_else(
-    direction: str,
-    layout: str,
-    tile: dict[str, int],
-    shape: tuple[int, int, int],
-    dtype: str,
-    reverse: bool,
-    cuda_emulator: ModuleType,
-    tmp_path: Path,
+    direction: str, tried: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     """Over several tiles, of which those in the middle ask for pieces to their ends. Along time the last one would
     be its row's alone, but for a few elements."""
     torch.manual_seed(0)
+    layout, tile, shape, *dtypes = MISALIGNED[tried]
+    dtype = dtypes[direction == "backward"]
     name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
     variant = like(kernel, {"dtype": dtype, "access": "misaligned", **tile})
@@ -288,20 +310,19 @@ def test_a_walk_over_misaligned_rows_writes_nowhere_else(
     ("channels", "time", "sm_count"),
     [(72, 1000, 6), (8, 5000, 20), (40, 9000, 3), (64, 3, 3)],
 )
-@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
 def test_what_is_read_at_once_writes_nowhere_else(
     direction: str,
     dtype: str,
     channels: int,
     time: int,
     sm_count: int,
-    reverse: bool,
     cuda_emulator: ModuleType,
     tmp_path: Path,
 ) -> None:
     """Columns that are not full, in several parts; more parts than threads look at side by side; runs of more tiles
-    than a ring holds; and such as end early or are none."""
+    than a ring holds; and such as end early or are none. Each in both orders, in turn."""
     torch.manual_seed(0)
+    reverse = (dtype == "float32") ^ (direction == "backward") ^ (channels in (8, 64))
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
     variant = like(kernel, {"dtype": dtype, "single_wave": 1})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)

@@ -56,8 +56,11 @@ def trial(shape: cases.Shape, setting: cases.Setting, state: float, grad: float)
 def trials() -> tuple[cases.Trial, ...]:
     torch.manual_seed(0)
     settings = (*SETTINGS, MIXED)
-    posed = product(SHAPES, settings, EXTREMES)
-    return tuple(trial(shape, setting, *extreme) for shape, setting, extreme in posed)
+    posed = product(enumerate(SHAPES), enumerate(settings))
+    return tuple(
+        trial(shape, setting, *EXTREMES[(number + turn) % 2])
+        for (number, shape), (turn, setting) in posed
+    )
 
 
 def backwards() -> Iterator[Variant]:

@@ -34,8 +34,16 @@ def test_a_kernel_of_a_spec(kernel: Kernel) -> None:
 
 @pytest.mark.slow
 def test_variants_differ_in_what_the_compiler_sees() -> None:
-    """Two variants with equal constants, warps and promises would be one binary under two names."""
+    """Two variants with equal constants, warps and promises would be one binary under two names. Of each kernel all
+    numbers with the first words, such as a dtype, and all words with the first numbers."""
     for kernel in KERNELS:
+        words: dict[object, object] = {}
+        tried = []
+        for variant in kernel.every:
+            word = tuple(each for each in variant.statics if isinstance(each[1], str))
+            if word not in words or word == next(iter(words)):
+                tried.append(variant)
+            words.setdefault(word, None)
         seen = {
             (
                 tuple(kernel.code.constants(variant).items()),
@@ -43,9 +51,9 @@ def test_variants_differ_in_what_the_compiler_sees() -> None:
                 kernel.code.divisible(variant),
                 tuple(kernel.code.elements(variant).items()),
             )
-            for variant in kernel.every
+            for variant in tried
         }
-        assert len(seen) == len(kernel.every)
+        assert len(seen) == len(tried)
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,27 @@ def tiled(function: str, dtype: str, **tiling: int) -> Variant:
     return Variant(FAMILY.name, "sequence_forward", "cuda", statics)
 
 
+#: By rows, batches and blocks of a cluster, the functions that take such a tiling, in the dtype that has most use for it: each
+#: function in both dtypes, as tilings know nothing of what a function computes.
+TAKEN = {
+    (4, 1, 0): ("bfloat16", "gru", "elman", "slstm"),
+    (2, 1, 8): ("bfloat16", "lstm", "elman"),
+    (1, 1, 0): ("float32", "elman", "slstm"),
+    (4, 1, 1): ("float32", "lstm", "gru"),
+    (4, 0, 1): ("float32", "gru", "elman"),
+    (8, 0, 1): ("float32", "lstm", "slstm"),
+}
+
+
 def chosen() -> Iterator[Variant]:
-    """The tilings of each function, in one dtype each, and one in the third."""
+    """What is taken of each tiling, and of those of one block or many, but not of a few, one in the third dtype."""
     for variant in FAMILY.kernel("sequence_forward", "cuda").variants:
+        tiling = tuple(variant.number(name) for name in ("rows", "batches", "cluster"))
         dtype, function = variant.text("dtype"), variant.text("function")
-        alone = variant.number("cluster") == 1
-        usual = "float32" if alone or variant.number("rows") == 1 else "bfloat16"
-        if dtype == usual or (function, dtype) == ("lstm", "float16"):
+        usual, *functions = TAKEN[tiling]
+        if (dtype == usual and function in functions) or (
+            (dtype, function) == ("float16", "lstm") and variant.number("cluster") < OF_CLUSTER
+        ):
             yield variant
 
 
