@@ -83,6 +83,26 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
+def emulate(
+    library: Path,
+    arguments: ctypes.Array[ctypes.c_void_p],
+    grid: Sequence[int],
+    *,
+    threads: int = 1,
+    shared: int = 0,
+    at_once: int = 1,
+    seed: int = 0,
+) -> None:
+    """Launch a library's kernel on pointers to its arguments."""
+    ctypes.CDLL(str(library)).emulate(
+        arguments,
+        (ctypes.c_uint * 3)(*grid),
+        *map(ctypes.c_uint, (threads, shared, at_once, seed)),
+        ctypes.byref(stacks(max(STACKS, at_once * threads * STACK))),
+        ctypes.c_ulong(STACK),
+    )
+
+
 @dataclass(frozen=True)
 class Emulated:
     """One variant, compiled for the CPU."""
@@ -115,21 +135,16 @@ class Emulated:
                 tensor = tensors.get(parameter.name)
                 values.append(ctypes.c_void_p(None if tensor is None else tensor.data_ptr()))
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        emulate = ctypes.CDLL(str(self.library)).emulate
-        threads, at_once = (
-            32 * self.kernel.code.warps(self.variant),
-            self._at_once(launch.grid, sm_count),
-        )
+        at_once = self._at_once(launch.grid, sm_count)
         for _ in range(1 if launch.zeroed else 2):
             emulate(
+                self.library,
                 pointers,
-                (ctypes.c_uint * 3)(*launch.grid),
-                ctypes.c_uint(threads),
-                ctypes.c_uint(self.kernel.code.shared(self.variant)),
-                ctypes.c_uint(at_once),
-                ctypes.c_uint(seed),
-                ctypes.byref(stacks(max(STACKS, at_once * threads * STACK))),
-                ctypes.c_ulong(STACK),
+                launch.grid,
+                threads=32 * self.kernel.code.warps(self.variant),
+                shared=self.kernel.code.shared(self.variant),
+                at_once=at_once,
+                seed=seed,
             )
             if workspace and not launch.zeroed:
                 line = ctypes.string_at(workspace, 16)

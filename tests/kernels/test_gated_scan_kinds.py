@@ -77,7 +77,7 @@ def steps(cuda_emulator: ModuleType, tmp_path: Path) -> Steps:
             *(ctypes.c_int64(each) for each in (len(rows), int(kind.option))),
         ]
         arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        ctypes.CDLL(str(library)).emulate(arguments, (ctypes.c_uint * 3)(1, 1, 1), 1, 0, 1, 0)
+        cuda_emulator.emulate(library, arguments, (1, 1, 1))
         return out[: -inputs - 1].view(len(rows), -1), out[-inputs - 1 :]
 
     return run

@@ -42,7 +42,7 @@ def test_a_position_is_the_recurrence_and_padding_the_identity(
     numbers, out = (ctypes.c_float * 5)(*given), (ctypes.c_float * 12)()
     pointers = [ctypes.c_void_p(ctypes.addressof(each)) for each in (numbers, out)]
     arguments = (ctypes.c_void_p * 2)(*map(ctypes.addressof, pointers))
-    ctypes.CDLL(str(library)).emulate(arguments, (ctypes.c_uint * 3)(1, 1, 1), 1, 0, 1, 0)
+    cuda_emulator.emulate(library, arguments, (1, 1, 1))
     forward, backward, forward_padding, backward_padding = (
         tuple(out[i : i + 2]) for i in (0, 2, 4, 6)
     )

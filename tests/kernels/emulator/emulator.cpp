@@ -80,7 +80,7 @@ struct Block {
     Block(const Launch& launch, unsigned number)
         : threads(launch.threads), dynamic(launch.shared + 16), slots(launch.threads * 2 * VALUE), launch(launch),
           stacks(launch.stacks.memory + std::size_t(number) * launch.threads * launch.stacks.bytes),
-          random{launch.seed * 977 + number}, warps(launch.threads / WARP), left(launch.threads / WARP) {}
+          random{launch.seed * 977 + number}, warps((launch.threads + WARP - 1) / WARP), left(warps.size()) {}
 
     void run(Index index) {
         blockIdx = index;
