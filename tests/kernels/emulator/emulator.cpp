@@ -155,7 +155,7 @@ struct Block {
     // Let another go on, if one can.
     void turn() {
         if (++turns_in_vain % (4 * long(ready.size() + 1)) == 0) std::this_thread::yield();
-        if (turns_in_vain > 200000000) fail("nobody gets on: threads wait for what never comes");
+        if (turns_in_vain > 20000000) fail("nobody gets on: threads wait for what never comes");
         if (ready.empty()) return;
         int& drawn = ready[random.below(ready.size())];
         const int next = drawn;
