@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slowness import slowness
+from counting import calls_of
 
 import scan_registry
 import scan_registry.aot
@@ -140,14 +140,9 @@ print(json.dumps([name for name in ("torch._dynamo", "torch._inductor") if name 
     assert fresh(script, tmp_path) == []
 
 
-def test_an_import_is_quick(tmp_path: Path) -> None:
-    script = """
-import time
-start = time.perf_counter()
-import scan_registry
-print(time.perf_counter() - start)
-"""
-    assert min(fresh(script, tmp_path) for _ in range(3)) < 0.2 * slowness()
+def test_an_import_does_little() -> None:
+    """It makes some 4,300 calls, most of them in ``typing`` and in what finds modules."""
+    assert calls_of() < 8_000
 
 
 def test_public_names() -> None:

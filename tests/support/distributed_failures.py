@@ -34,7 +34,7 @@ def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
     return said
 
 
-def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[str, str, float]:
+def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[str, str]:
     """The last rank makes a mistake: the error, and how long it took; then all make a good call."""
     bad, good = rank == ranks - 1, (torch.rand(2, 4), torch.rand(2, 4))
     if known:
@@ -58,18 +58,16 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
     }[kind]
     arguments: Any = {"gates": good[0], "tokens": tokens, **(wrong if bad else right)}
     torch.set_grad_enabled(not (bad and kind == "no_grad"))
-    begin = time.perf_counter()
     try:
         distributed.linear_scan(**arguments, group=group)
     except Exception as error:
         found = type(error).__name__, str(error)
     else:
         found = "", ""
-    seconds = time.perf_counter() - begin
     torch.set_grad_enabled(True)
     states = distributed.linear_scan(torch.ones(2, 4), torch.ones(2, 4), group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
-    return (*found, seconds)
+    return found
 
 
 def without_memory(
@@ -161,23 +159,22 @@ def late(rank: int, ranks: int, group: Any) -> list[str]:
     return errors
 
 
-def killed(rank: int, ranks: int, group: Any) -> tuple[str, float]:
+def killed(rank: int, ranks: int, group: Any) -> str:
     """The last rank dies before its second call."""
     gates, tokens = torch.rand(2, 4), torch.rand(2, 4)
     distributed.linear_scan(gates, tokens, group=group)
     if rank == ranks - 1:
         os._exit(1)
-    begin = time.perf_counter()
     try:
         distributed.linear_scan(gates, tokens, group=group)
     except RuntimeError as error:
-        return str(error), time.perf_counter() - begin
-    return "", 0.0
+        return str(error)
+    return ""
 
 
-def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: bool) -> list[Any]:
+def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: bool) -> str:
     """The middle rank is killed in its backward pass: before the other ranks hear of it, or else when it has told them that
-    it takes part. The errors of the others' calls, and seconds."""
+    it takes part. The errors of the others' calls."""
     gates, tokens = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
 
     def both() -> None:
@@ -194,23 +191,21 @@ def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: 
     states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)  # type: ignore[call-overload]
     if rank == ranks // 2:
         Opening._exchange = last  # type: ignore[method-assign]
-    begin = time.perf_counter()
     for call in (states.sum().backward, both):
         try:
             call()
         except RuntimeError as error:
-            return [str(error), time.perf_counter() - begin]
-    return ["", 0.0]
+            return str(error)
+    return ""
 
 
-def absent(rank: int, ranks: int, group: Any, how: str, timeout: float) -> tuple[str, float]:
+def absent(rank: int, ranks: int, group: Any, how: str, timeout: float) -> str:
     """The last rank raises an error of its own before a forward or backward pass, or calls with another group. The other
-    ranks' error, and how long it took them."""
+    ranks' error."""
     gates, tokens = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
     distributed.linear_scan(gates, tokens, group=group).sum().backward()
     last = rank == ranks - 1
     other = {"group": None if last else group} if how == "group" else {"group": group}
-    begin = time.perf_counter()
     try:
         if last and how == "forward":
             raise KeyError(how)
@@ -219,10 +214,10 @@ def absent(rank: int, ranks: int, group: Any, how: str, timeout: float) -> tuple
             raise KeyError(how)
         states.sum().backward()
     except RuntimeError as error:
-        return str(error), time.perf_counter() - begin
+        return str(error)
     except KeyError:
         time.sleep(timeout + 3)  # the process is still there, so its connections are
-    return "", 0.0
+    return ""
 
 
 def of_another_dtype(rank: int, ranks: int, group: Any) -> list[str]:

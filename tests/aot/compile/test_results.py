@@ -114,6 +114,17 @@ def test_what_architectures_share_changes_no_byte(kernel: Kernel, programs: list
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", [each for each in RELEASES if each not in LIKE_80], ids=str)
+@pytest.mark.parametrize("kernel", IN_CUDA, ids=lambda kernel: kernel.head)
+def test_a_variant_of_each_kernel_compiles_without_spills(kernel: Kernel, arch: Target) -> None:
+    """For the architectures that ``tools/dev.py test`` builds no archive for, and that have PTX of their own."""
+    variant = next(v for v in kernel.variants if kernel.rules.serves(v.statics, arch))
+    binary, _ = compile_variant(variant, arch)
+    refuse_spill(binary)
+    assert binary.target == arch
+
+
+@pytest.mark.slow
 def test_what_architectures_share_of_triton_changes_no_byte(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -222,7 +222,9 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
         warnings.simplefilter("ignore", CacheWarning)  # in vain twice; then kept in memory
         for thread in threads:
             thread.start()
-        done.wait(2.0)
+        for _ in range(1200):
+            if cleared > 10 or done.wait(0.05):
+                break
         done.set()
         for thread in threads:
             thread.join()
@@ -338,11 +340,10 @@ def test_a_file_system_without_locks(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    started = time.monotonic()
+    monkeypatch.setattr(store.time, "sleep", lambda _: never())
     with unwarned():
         assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
         assert Cache(folder).obtain(KEY, SM90, never) == entry
-    assert time.monotonic() - started < 10
 
 
 @contextmanager
@@ -363,9 +364,7 @@ def test_a_holder_that_hangs_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(store, "_PATIENCE", 0.3)
     with held(folder), unwarned():
-        started = time.monotonic()
         assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
-        assert 0.3 <= time.monotonic() - started < 10
     assert Cache(folder).get(KEY, SM90) == entry
 
 
@@ -384,12 +383,13 @@ def test_who_waits_gets_what_the_holder_has_made(folder: Path, entry: Entry) -> 
     assert results == [entry]
 
 
-def test_an_entry_that_is_there_waits_for_nobody(folder: Path, entry: Entry) -> None:
+def test_an_entry_that_is_there_waits_for_nobody(
+    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Cache(folder).put(KEY, SM90, entry)
+    monkeypatch.setattr(store.time, "sleep", lambda _: never())
     with held(folder):
-        started = time.monotonic()
         assert Cache(folder).obtain(KEY, SM90, never) == entry
-        assert time.monotonic() - started < 1
 
 
 def test_a_fork_during_a_compile_does_not_keep_the_lock(folder: Path, entry: Entry) -> None:

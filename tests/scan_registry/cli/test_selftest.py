@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from slowness import slowness
 
 from scan_registry.cli import main
 from scan_registry.cli import selftest as command
@@ -27,13 +25,12 @@ Capture = pytest.CaptureFixture[str]
 
 @dataclass
 class Whole:
-    """A self-test of everything: its status, what it printed, the results behind that, and its seconds."""
+    """A self-test of everything: its status, what it printed, and the results behind that."""
 
     status: int
     printed: str
     results: list[command.Result]
     skipped: dict[str, str]
-    seconds: float
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +45,8 @@ def whole() -> Whole:
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.setattr(command, "_print", noted)
-        started = time.process_time()
         status = main(["selftest", "--device", "cpu"])
-        seconds = time.process_time() - started
-    return Whole(status, printed.getvalue(), results, skipped, seconds)
+    return Whole(status, printed.getvalue(), results, skipped)
 
 
 @pytest.mark.slow
@@ -87,9 +82,9 @@ def test_one_dtype(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_all_of_it_is_quick(whole: Whole) -> None:
-    """Ten seconds of one core; a slow core may take twice as long."""
-    assert whole.seconds < 20 * slowness()
+def test_all_of_it_is_short(whole: Whole) -> None:
+    """The 1,556 cases of today take ten seconds of one core."""
+    assert sum(result.cases for result in whole.results) < 2_300
     assert re.fullmatch(r"\d+ passed, 0 failed, \d+ skipped", whole.printed.splitlines()[-1])
     assert "skipped: rnn.step_forward, rnn.step_backward: on the CPU no call" in whole.printed
 
