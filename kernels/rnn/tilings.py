@@ -167,9 +167,9 @@ def enumerate_tilings(given: Values) -> Iterator[Tiling]:
     for name, values in DOMAINS.items():
         known.add(name)
         # Each is asked as soon as it can be, so that most combinations are never made.
-        asked = [each for each in left if each.names() <= known]
+        ready = [each for each in left if each.names() <= known]
         left = [each for each in left if not each.names() <= known]
         longer = ({**tiling, name: value} for tiling in found for value in values)
-        found = [tiling for tiling in longer if not any(each.broken(tiling) for each in asked)]
+        found = [tiling for tiling in longer if not any(each.broken(tiling) for each in ready)]
     for tiling in found:
         yield {name: tiling[name] for name in DOMAINS}
