@@ -1,4 +1,4 @@
-"""Ten thousand malformed files: archives, cache entries, providers' manifests and attestations.
+"""Five thousand malformed files: archives, cache entries, providers' manifests and attestations.
 
 Whatever a file holds, reading it ends soon, with what is intact or with the documented error that
 names the file; no bytes come out whose digest is not the one that is stated. The examples follow
@@ -41,7 +41,7 @@ from scan_registry.kernels.tuning import Row, Tuning
 Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 
-TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 10_000)
+TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 5_000)
 TIME_LIMIT = 5.0  # seconds for an example, which takes about a millisecond
 SM90 = Target.parse("sm90")
 KEY = "ab" + 62 * "0"
