@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 from scan_registry.base.frozen import dataclass
@@ -118,6 +119,11 @@ class Constraint:
 
     def names(self) -> frozenset[str]:
         """Those of both sides."""
+        return self._names
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        # Found once: constraints are checked for each of thousands of tilings.
         return expression(self.left).names() | expression(self.right).names()
 
     def broken(self, values: Values) -> str | None:

@@ -60,14 +60,12 @@ struct Stacks {
 
 [[noreturn]] void fail(const char* reason);
 
-// Let another thread go on, if one can; and say that it was not in vain.
+// Let another thread go on, if one can.
 void turn();
-void got_on();
 // Let others go on until `ready`, which other blocks bring about.
 template <class Ready>
 void wait(Ready ready) {
     while (!ready()) turn();
-    got_on();
 }
 
 // Barriers of a block, of which those with a number are for `count` threads; and of a cluster.

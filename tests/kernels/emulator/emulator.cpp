@@ -75,7 +75,7 @@ struct Block {
     std::vector<int> left;   // threads of each warp that are done
     std::vector<int> ready;  // threads that can go on, other than the running one
     int running = 0, living = 0;
-    long turns_in_vain = 0;
+    long turns = 0;
 
     Block(const Launch& launch, unsigned number)
         : threads(launch.threads), dynamic(launch.shared + 16), slots(launch.threads * 2 * VALUE), launch(launch),
@@ -90,6 +90,7 @@ struct Block {
         }
         std::fill(left.begin(), left.end(), 0);
         living = int(threads.size());
+        turns = 0;
         for (int i = 0; i < living; i++) {
             threads[i].begun = false;
             threads[i].groups = 0;
@@ -152,10 +153,10 @@ struct Block {
         return next;
     }
 
-    // Let another go on, if one can.
+    // Let another go on, if one can; a block that works takes far fewer turns than what it fails after.
     void turn() {
-        if (++turns_in_vain % (4 * long(ready.size() + 1)) == 0) std::this_thread::yield();
-        if (turns_in_vain > 20000000) fail("nobody gets on: threads wait for what never comes");
+        if (++turns % (4 * long(ready.size() + 1)) == 0) std::this_thread::yield();
+        if (turns > 20000000) fail("nobody gets on: threads wait for what never comes");
         if (ready.empty()) return;
         int& drawn = ready[random.below(ready.size())];
         const int next = drawn;
@@ -166,7 +167,6 @@ struct Block {
         at.arrived = 0, at.opened++;
         ready.insert(ready.end(), at.waiting.begin(), at.waiting.end());
         at.waiting.clear();
-        turns_in_vain = 0;
     }
     // Until the barrier opens.
     void wait_at(Barrier& at) {
@@ -196,7 +196,6 @@ Cluster& cluster() { return clusters[blockIdx.x / blocks_of_cluster]; }
 }  // namespace
 
 void turn() { Block::current()->turn(); }
-void got_on() { Block::current()->turns_in_vain = 0; }
 
 void meet_block() {
     Block& b = *Block::current();
