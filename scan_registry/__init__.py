@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 
 def _give_way() -> None:
-    """If the package is installed elsewhere, put that one in the place of this one.
+    """If the package is installed elsewhere, import that one instead.
 
-    In a clone, ``kernels`` and ``aot`` lie beside this folder and not in it. Python finds this folder first if it starts in
-    the root of the clone. Of an editable install of this clone, this folder is the package.
+    In a clone, ``kernels`` and ``aot`` are beside this folder and not in it. Python finds this folder first if it starts in
+    the root of the clone. In an editable install of this clone, this folder is the package.
     """
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     others = [path for path in sys.path if isinstance(path, str) and os.path.realpath(path) != root]

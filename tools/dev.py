@@ -6,9 +6,9 @@
                                               attestations and pytest
     python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
-``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none; ``test`` for the architectures whose
-code takes different ways through the sources, in half of the time that all take. Every night the wheels of all are
-built and tested. ``test --archs all`` does that here, which is worth its time after a change of kernels.
+``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none. ``test`` compiles for one architecture
+per code path, in half the time of all. On pull requests another job builds for all. After a change of kernels, run
+``test --archs all``.
 
 ``types`` runs mypy alone, for the commit hook.
 
@@ -164,8 +164,7 @@ def report_attestations(environment: Environment) -> None:
 
 
 def pytest_arguments(given: Sequence[str], workers: int) -> list[str]:
-    """One worker per core for the whole suite, which take tests from one another; a choice of tests is left as it was
-    made."""
+    """For the whole suite: up to eight workers, one per core, with work stealing. Given arguments are passed on unchanged."""
     return list(given) if given else ["-n", str(min(workers, 8)), "--dist", "worksteal"]
 
 
@@ -190,7 +189,7 @@ def check_installed(
 ) -> int:
     """The checks of what is installed; 0 if all passed, and nothing is among those that ``failed`` before.
 
-    pytest comes last and has the last word on the terminal. It is started as the environment's
+    pytest runs last, so its output ends the log. It is started as the environment's
     program, not by ``-m``, which would put this folder, and with it the sources, on its path.
     """
     report_attestations(environment)

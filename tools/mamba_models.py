@@ -6,8 +6,8 @@ Two layers of 768 features on (8, 512) tokens in bfloat16, randomly initialised:
 backward and AdamW's update; of a forward pass; and of a token that is generated from a cache, for one sequence and for
 64. The modules of the model are imported twice, without the stand-ins and with them; both take turns, so that what else
 the GPU does falls on both. The losses have to agree. With ``--fused`` a third model's training step calls ``mamba_inner_fn``,
-which ``compat.install`` keeps from transformers: what that costs is the difference of the two. Needs transformers 5.16 or
-later, and neither mamba-ssm nor causal-conv1d installed.
+which ``compat.install`` hides from transformers. Compare ``fused`` with the stand-ins to see what that costs. Needs
+transformers 5.16 or later, and neither mamba-ssm nor causal-conv1d installed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Result:
 
 
 def modules(fused: bool) -> dict[str, ModuleType]:
-    """The model's module on its own path, with the stand-ins, and if asked for with ``mamba_inner_fn``, too."""
+    """The model's Python module: without stand-ins, with them, and with ``fused`` also with ``mamba_inner_fn``."""
     sys.modules.pop(NAME, None)
     found = {"its own": importlib.import_module(NAME)}
     del sys.modules[NAME]

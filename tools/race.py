@@ -5,9 +5,9 @@
 Four networks that run step by step, and four scans. Each thread has its own input for each of them, and
 half of the threads launch on each of two streams, without waiting for one another. Each runs one after the
 other in an order of its own, forwards and backwards, and compares the results bit for bit with those that
-one thread computed alone before. The exit status is 1 after a difference, an error, or if after the race, when
-no result is there any more, more memory is allocated than in its first third. Memory pools apart from torch's usual one do not
-count: in them is what cuBLAS works in while a CUDA graph runs, at most once for each thread and stream.
+one thread computed alone before. The exit status is 1 after a difference, an error or a leak: all results are freed, and yet
+more memory is allocated than in the first third of the race. Memory pools apart from torch's usual one do not count: in them
+is what cuBLAS works in while a CUDA graph runs, at most once for each thread and stream.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def allocated() -> int:
 
 
 def run(seconds: float, threads: int, device: str) -> tuple[Race, list[int]]:
-    """The race when it is over, and bytes that were allocated: ten times in the first third of it, and after it."""
+    """The finished race, and allocated bytes: ten samples from its first third, and one after it."""
     race = make_race(threads, device)
     streams: list[torch.cuda.Stream | None] = [None]
     if device == "cuda":

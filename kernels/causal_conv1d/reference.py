@@ -240,8 +240,8 @@ def _packed_back(
             columns.append(torch.stack(parts).sum(0))
         state_grad = torch.stack(columns, -1)
     else:
-        # Zeros that depend on what they depend on with steps: a rank without steps takes part in the exchanges of a
-        # derivative of this gradient.
+        # Zeros, but connected to ``g`` and ``weight`` in autograd's graph: a rank without steps must join the
+        # collectives of the second derivative.
         state_grad = state_grad + g.sum((0, 2)).unsqueeze(1) * weight[:, 1:]
     if last is not None:
         if time:

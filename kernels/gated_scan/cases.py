@@ -119,8 +119,8 @@ class Case:
 @dataclass(frozen=True)
 class Trial:
     """Inputs of one problem in one dtype, and the results in float64. Sequences are (batch, channels, time), states
-    (batch, channels), or (batch, channels, sequences) where sequences are packed. Gradients are sums, of a part through the
-    gate and one through the token and, of parameters, over steps: ``terms`` has the root of the sum of the terms' squares."""
+    (batch, channels), or (batch, channels, sequences) where sequences are packed. A gradient sums a part through the gate and
+    one through the token; a parameter's gradient also sums over steps. ``terms`` has the root sum square of these terms."""
 
     shape: Shape
     kind: str
@@ -304,8 +304,9 @@ def _offsets(time: int) -> Tensor:
 def solved(
     kind: Kind, given: dict[str, Tensor | None], reverse: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Every output of both directions in float64, from the kernels' pointers by name, and of gradients that are sums the
-    root of the sum of the terms' squares. A gradient that no state before the scan has is an output, too."""
+    """Every output of both directions in float64, by the kernels' pointer names; and for each gradient of an input or a
+    parameter the root sum square of the terms that it sums. The initial state's gradient is returned even without an
+    initial state."""
     sequences = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
     parameters, reset = given["parameters"], given["reset"]
     # A parameter's copy for each step has the terms of the parameter's gradient.

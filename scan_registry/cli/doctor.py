@@ -60,9 +60,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Looks at the installation and at the GPUs here, or at one that --for describes "
         "and that need not be here: which kernels would run in which form, what is wrong, and what "
         "to install. Runs and changes nothing.",
-        epilog="Exit status: 0 if every call of which wheels hold a kernel would run one and nothing installed is damaged or "
-        "does not fit, and on a machine without a GPU if calls on the CPU work; 1 if not; 2 for arguments "
-        "that cannot be meant. The JSON document is described by scan_registry/schemas/doctor.json.",
+        epilog="Exit status 0: every call that a wheel has a kernel for would run a kernel, and everything installed is "
+        "intact and fits. Without a GPU: calls on the CPU work. 1: otherwise. 2: invalid arguments. "
+        "The JSON document is described by scan_registry/schemas/doctor.json.",
     )
     add_gpu(parser)
     parser.add_argument(

@@ -33,7 +33,7 @@ _SEVERITY: Mapping[Tier | None, Severity] = {
     Tier.REFERENCE: "error",
     None: "error",
 }
-#: Of what wheels leave to a compiler here: it is as it should be where there is one.
+#: For kernels that no wheel holds: compiling them here is expected.
 _SEVERITY_OF_LEFT: Mapping[Tier | None, Severity] = {Tier.JIT: "note"}
 _MOST_REASONS = 8  # of one finding
 
@@ -368,7 +368,7 @@ class _Group:
             yield f"install {driver_text(version)}"
 
     def _wheels(self, device: Device) -> Iterator[str]:
-        """The closest architecture of machine code, and PTX, of which wheels hold what no installed archive is for."""
+        """Wheels to advise: the closest architecture's and PTX's, if not installed and if they hold a kernel of the samples."""
         there = {archive.arch for archive in _fitting(self.system.archives, device)}
         machine = False
         for target in targets_of(device):

@@ -1,4 +1,4 @@
-"""What wheels hold, whether they are installed or not. Specs leave some variants to compilers where they are called."""
+"""What wheels hold, whether they are installed or not. Some variants are in no wheel and are compiled at their first call."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _check_packing(module: Recurrent[Any], packed: PackedSequence) -> None:
 def check_packed_reset(
     module: Recurrent[Any], reset: Any, reset_hx: Any, packed: PackedSequence
 ) -> None:
-    """Refuse a packing that torch does not make, and what is no ``PackedSequence`` of a boolean for each step."""
+    """Refuse a packing that torch does not make, and a reset that is not a boolean ``PackedSequence``."""
     _check_packing(module, packed)
     if reset is None:
         check_reset(module, reset, reset_hx, packed.data)

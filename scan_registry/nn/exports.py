@@ -9,7 +9,7 @@ import torch
 
 
 class Exports(torch.nn.Module):
-    """A module that torch.jit.script refuses in our words, and that torch.onnx can trace."""
+    """A module that torch.jit.script refuses with this package's message, and that torch.onnx can trace."""
 
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks for this first; what it would say by itself names our insides."""

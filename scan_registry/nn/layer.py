@@ -49,7 +49,8 @@ class ScanLayer(Exports):
 
     @property
     def matrix(self) -> Tensor | None:
-        """A parameter of the dtype and the device that inputs are to have; None if a call of a module inside knows."""
+        """A parameter with the dtype and device that inputs must have; None if the submodule has to be called and checks them
+        itself."""
         raise NotImplementedError
 
     def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

@@ -242,7 +242,7 @@ class Mamba(Exports):
             max_seqlen: taken and not used, as states do not grow.
             dtype: that of both. If None, that of the parameters for the convolution and float32 for the scan, so that
                 generation computes what a call on the whole sequence does.
-            device: where they are. If None, where ``A_log`` is, which is no device while its values are offloaded.
+            device: where they are. None: ``A_log``'s device. Pass one if ``A_log`` is offloaded to ``meta``.
             **kwargs: taken and not used.
 
         Returns:
@@ -285,7 +285,7 @@ class Mamba(Exports):
         steps: tuple[Any, Tensor | None] = self.dt_proj, None
         if weights := weights_of(self.dt_proj):
             matrix, bias = weights
-            # A function, as a weight may be of a class that has arithmetic for this one alone, by position.
+            # A function: some weight classes support only ``linear``, with positional arguments.
             steps = lambda x: linear(x, matrix), bias
         return Weights(
             *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(_wide(A_log)), D),

@@ -20,7 +20,7 @@ Map = Tensor | Callable[[Tensor], Tensor]
 class Weights(NamedTuple):
     """The parameters, or modules that hold them; of D channels, R ranks of the step sizes, and N states."""
 
-    #: (D, width) and (D,); or a convolution with its bias, whose first outputs are those of all inputs in turn.
+    #: (D, width) and (D,); or a convolution with its bias, whose output n belongs to input n.
     conv: Map
     conv_bias: Tensor | None
     #: R.

@@ -82,7 +82,8 @@ def check_hidden(module: Mamba, x: Any) -> None:
 
 
 def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:
-    """Refuse an input of another dtype than its projection's weight, or of no real numbers if a call alone knows that."""
+    """Refuse an input whose dtype differs from its projection's weight. Without a readable weight, refuse what is not
+    floating-point."""
     expected = None if weight is None or weight.dtype not in DTYPES else weight.dtype
     if expected is None:
         if not x.is_floating_point():

@@ -10,8 +10,8 @@ from torch.nn.modules import module as torch_module
 
 
 def is_plain(module: nn.Module, *forwards: Callable[..., Any]) -> bool:
-    """Whether a call runs one of ``forwards`` and nothing else: no other forward, as of an adapter, a quantized layer or
-    an offloaded one, and no hook. Parametrizations are plain, as whoever reads a parameter computes them."""
+    """Whether a call runs one of ``forwards`` and nothing else. No hook, and no other forward (adapter, quantization,
+    offloading). Parametrizations count as plain: reading the parameter computes them."""
     return getattr(module.forward, "__func__", None) in forwards and not (
         module._forward_pre_hooks
         or module._forward_hooks

@@ -142,10 +142,10 @@ def causal_conv1d_update(
         cache_seqlens: (batch,) int32, how many inputs came before. The state is a ring then: an input stands at its
             number modulo the ring's length. Other values than 0 to 2**31 - 1 are refused on the CPU, and under
             ``SCAN_REGISTRY_DEBUG=1`` on a GPU.
-        conv_state_indices: (batch,) int32. Row ``conv_state_indices[b]`` of the state belongs to batch b, and no row to
-            two. Where it is below zero, y is zero, and no state changes. Rows that the state does not have, and a row that
-            belongs to two, are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Else the former count
-            as below zero, and the latter has a state of no use.
+        conv_state_indices: (batch,) int32. Row ``conv_state_indices[b]`` of the state belongs to batch b. Indices must be
+            unique. A negative index gives a zero y and changes no state. Out-of-range and duplicate indices are errors
+            on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, an index that is too large acts
+            as a negative one, and a duplicate corrupts its state row.
         backend: as in ``causal_conv1d``.
 
     Returns:

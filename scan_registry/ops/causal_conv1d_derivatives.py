@@ -41,7 +41,7 @@ _required = policy.required.get
 def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
     key = key_of("causal_conv1d", tensors, request)
-    # A plan stands for the checks of shapes and dtypes, and not for those of values.
+    # A cached plan replaces checks of shapes and dtypes, not of values.
     of_plan = None if key and tensors[5] is not None and are_checked(tensors[5]) else key
     known = None if of_plan is None else plans.seen().get(of_plan)
     if known is not None:

@@ -79,8 +79,8 @@ def forward_mode() -> bool:
 def has_tangents(*tensors: Tensor | None) -> bool:
     """Whether any of the tensors carries a forward-mode derivative.
 
-    Graphs of torch's compiler enter its level in C++, which ``forward_mode`` does not see. Python's dispatch is off, as what
-    traces would record the alias that torch makes to look: once more in each trace of a trace, which inductor refuses.
+    Graphs of torch's compiler enter the forward-mode level in C++, which ``forward_mode`` does not see. ``_unpack_dual`` makes
+    an alias. With Python dispatch on, each nested trace would record it, and inductor rejects that.
     """
     if not torch._C._is_fwd_grad_enabled():
         return False

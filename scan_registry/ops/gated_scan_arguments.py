@@ -260,7 +260,7 @@ def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Op
 
 
 def check_parameter(name: str, tensor: Tensor) -> None:
-    """Refuse values out of range, except for what sums of some rounded numbers may be beyond it."""
+    """Refuse values out of range; allow rounding of 4 eps."""
     if name in RANGES:
         check_range(name, tensor, *RANGES[name], slack=4 * torch.finfo(tensor.dtype).eps)
 

@@ -32,7 +32,7 @@ def as_new(model: Tensor) -> Tensor:
 
 
 def lying_as_new(model: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor with the strides of a new one like ``model``, copied if it has others."""
+    """The tensor with the strides of ``empty_like(model)``, copied if it has others."""
     if tensor.stride() == as_new(model).stride():
         return tensor
     return torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)

@@ -49,8 +49,7 @@ def register(schema: str, module: str, functions: Mapping[str, str]) -> Any:
             for device in _DEVICES:
                 library.impl(name, _disable_dynamo(_named(library, module, function)), device)
         elif key in ("Autograd", "Meta"):
-            # "Meta" rather than torch.library.register_fake, which takes longer than most of a first call to
-            # find out where it is called from.
+            # "Meta" rather than torch.library.register_fake, which is slow: it inspects the call stack.
             library.impl(name, _exported(name, key, _named(library, module, function)), key)
         elif key == "FuncTorchBatched":
             rule = _mapping(name, _named(library, module, function))
@@ -74,8 +73,8 @@ def _named(library: Any, module: str, name: str) -> Callable[..., Any]:
 def _exported(name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What sees an operator while torch traces or exports a program: here torch.onnx is told that ONNX has no such operator.
 
-    Its older exporter calls "Autograd", and looks for a translation later; the newer one also calls "Meta", after it got
-    translations. One that a user gives it, for an opset above 1, goes before this refusal.
+    The older exporter calls "Autograd" and looks up translations later. A user's translation for an opset above 1 then takes
+    precedence. The newer exporter also calls "Meta", and already has its translations.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

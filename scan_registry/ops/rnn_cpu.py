@@ -39,7 +39,7 @@ def forward(
     function, dtype = options.function, inputs.dtype
     sizes, unit = SIZES[function], tuple(inputs.shape[3:])
     x = _with_block(inputs, 3)
-    # Like the inputs rather than x, which may lie otherwise: inputs whose rows share memory do not in float32.
+    # Strides follow ``inputs``, not ``x``: converting expanded inputs to float32 makes them dense.
     states = empty_like_inputs(inputs, (len(sizes.states),), unit, x.dtype)
     kept = len(sizes.cache) if training else 0
     cache = empty_like_inputs(inputs, (), (kept, *unit), x.dtype) if kept else x.new_empty(0)

@@ -24,8 +24,8 @@ def empty_like_inputs(
     block: tuple[int, ...],
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """An empty tensor (*lead, B, T, *block), with time before batch in memory where ``inputs``, (B, T,
-    …), have it so; in the inputs' dtype, or in ``dtype``."""
+    """An empty tensor (*lead, B, T, *block), with time before batch in memory if ``inputs``, (B, T, …),
+    have it; in the inputs' dtype, or in ``dtype``."""
     batch, time = inputs.shape[:2]
     if not (time_before_batch(inputs) and perhaps(batch > 1) and perhaps(time > 1)):
         return inputs.new_empty((*lead, batch, time, *block), dtype=dtype)

@@ -79,8 +79,8 @@ def backward(
     options: Options,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. Those of sequences lie as a new
-    tensor like ``u``, others without gaps."""
+    """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. Those of sequences have the
+    strides of ``empty_like(u)``, others are contiguous."""
     grads = [
         None
         if tensor is None or not want

@@ -34,7 +34,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _required = policy.required.get
 _INPUTS = len(Arguments._fields)
 _DIFFERENTIABLE = 9
-#: u, delta and z, whose gradients lie as a new tensor like u; those of others have their last dimension innermost.
+#: u, delta and z, whose gradients have the strides of ``empty_like(u)``; those of others have their last dimension innermost.
 _SEQUENCES = (0, 1, 6)
 #: C and delta_bias, whose gradients may lie beside those of B and of D.
 _SECOND_OF_PAIRS = (4, 7)

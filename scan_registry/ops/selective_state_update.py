@@ -69,11 +69,11 @@ def selective_state_update(
         z: like ``x``; None for no gate.
         dt_bias: like ``D``.
         dt_softplus: whether step sizes are the softplus of ``dt + dt_bias``.
-        state_batch_indices: (batch,), int32 or int64. Row ``state_batch_indices[b]`` of the state belongs to batch b, and
-            no row to two; the state may then have any number of rows. Where it is below zero, the output is zero, and no
-            state changes. Rows that the state does not have, and a row that belongs to two, are refused on the CPU, and
-            under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Else the former count as below zero, and the latter has a state of
-            no use.
+        state_batch_indices: (batch,), int32 or int64. Row ``state_batch_indices[b]`` of the state belongs to batch b; the
+            state may then have any number of rows. Indices must be unique. A negative index gives a zero output and
+            changes no state. Out-of-range and duplicate indices are errors on the CPU, and under
+            ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, an index that is too large acts as a negative one,
+            and a duplicate corrupts its state row.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
 
     Returns:

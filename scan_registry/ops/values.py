@@ -1,4 +1,4 @@
-"""Which values of tensors operators refuse: bounds that fall, rows that there are not, numbers out of range.
+"""Checks of tensor values: decreasing bounds, invalid row indices, numbers out of range.
 
 Values on the CPU are checked in every call, before anything is written. To read values on a GPU, the CPU has to wait for it, so
 these are checked only under ``SCAN_REGISTRY_DEBUG``. Values that Python cannot read are not checked: see ``has_values``.
@@ -55,7 +55,7 @@ def _is_traced(tensor: Tensor) -> bool:
 
 
 def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
-    """``ValueError`` unless the bounds rise from 0 to ``time``; if they are not of the ``whole``, within that range."""
+    """``ValueError`` unless the bounds rise from 0 to ``time``; with ``whole=False`` they may cover a part of that range."""
     if not are_checked(cu_seqlens):
         return
     rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
@@ -68,8 +68,8 @@ def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
 
 
 def check_rows(name: str, rows: Any, state: Any) -> None:
-    """Refuse numbers of rows that ``state`` does not have, or has for two batches. Numbers below zero stand for no row.
-    Arguments of the wrong type or shape are left to other checks."""
+    """Refuse row indices that are out of range or occur twice. A negative index stands for no row. Arguments of the
+    wrong type or shape are left to other checks."""
     if not isinstance(rows, Tensor) or not isinstance(state, Tensor) or not state.dim():
         return
     if rows.dtype not in _INTEGERS or rows.dim() != 1 or not are_checked(rows):
@@ -86,8 +86,8 @@ def check_rows(name: str, rows: Any, state: Any) -> None:
 
 
 def check_range(name: str, tensor: Any, least: float, most: float, slack: float = 0.0) -> None:
-    """Refuse a value that is NaN, or further than ``slack`` from the range. What is no tensor of real numbers is left to other
-    checks."""
+    """Refuse a value that is NaN, or further than ``slack`` from the range. Arguments that are not tensors of real numbers
+    are left to other checks."""
     if not isinstance(tensor, Tensor) or not are_checked(tensor):
         return
     if tensor.is_complex() or not tensor.numel():

@@ -41,7 +41,7 @@ def used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> lis
 def test_matches_the_composition(
     used: list[GatedScanProblem], kind: str, name: str, dtype: torch.dtype
 ) -> None:
-    """Results and gradients, of tensors that lie in any way, all alike or not: each kind in every way with some options."""
+    """Results and gradients, of tensors of any layout, all of one or not: each kind in every layout with some options."""
     how = OPTIONS[name]
     tensors = drawn(kind, dtype, packed="cu_seqlens" in how)
     expected = results(kind, tensors, lambda _: "rows", True, **how)

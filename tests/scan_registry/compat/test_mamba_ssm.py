@@ -360,7 +360,7 @@ def test_what_is_no_tensor() -> None:
 def test_large_tensors_of_another_layout_are_copied(
     along: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers gives them: what is read side by side then lies side by side, and gradients are the same."""
+    """As transformers gives them: copies have unit stride where the inputs have it, and gradients are the same."""
     lying = {"channels": lambda x: x, "time": lambda x: x.contiguous()}
     across = {"channels": "time", "time": "channels"}[along]
     u, delta, z = (torch.randn(2, 9, 4).mT for _ in range(3))

@@ -225,7 +225,7 @@ def test_training_computes_what_evaluation_does(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_falcon_mambas_training_is_mamba_ssms(modules: Modules, device: str) -> None:
-    """With ``mamba_inner_fn``, which a program may put in: its norm of step sizes behind their projection."""
+    """With ``mamba_inner_fn``, which a program may put in: its norm of step sizes after their projection."""
     ids, own = tokens(device), modules.own["falcon_mamba"]
 
     def inner(*args: Any, **options: Any) -> Tensor:

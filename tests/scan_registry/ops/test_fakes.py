@@ -1,5 +1,5 @@
 """What each registered operator promises torch's compilers of its outputs, against what it returns: shapes, dtypes, strides
-and memory of their own, for tensors that lie in all ways and for each choice of optional arguments."""
+and memory of their own, for tensors of all layouts and for each choice of optional arguments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Draw:
-    """Random choices, and tensors that lie at random, many of them in one way. The ways and dtypes take turns."""
+    """Random choices, and tensors of random layouts, many of them of one layout. The layouts and dtypes take turns."""
 
     def __init__(self, seed: int, device: str) -> None:
         self.random, self.device = random.Random(seed), device

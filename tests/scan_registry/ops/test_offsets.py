@@ -20,7 +20,7 @@ def at_odd_element(x: Tensor) -> Tensor:
 
 
 def at_half_element(x: Tensor) -> Tensor:
-    """The same numbers; of pairs, the first lies at a multiple of a real number's size alone."""
+    """The same numbers; the address of complex ones is a multiple of half their size alone."""
     off = x.element_size() // (2 if x.is_complex() else 1)
     buffer = bytearray(x.numel() * x.element_size() + 32)
     off += -torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() % 16

@@ -111,12 +111,12 @@ def selective_scan_fn(
     )
 
 
-#: From so many elements on, a copy takes less time than a kernel that reads rows of which one element is wanted.
+#: From this size on, in elements, a copy costs less than strided reads in the kernel.
 _WORTH_A_COPY = 1 << 20
 
 
 def _laid_out_like(u: Any, x: Any) -> Any:
-    """``x``, or if it is large a copy whose channels lie without gaps where those of ``u`` do, else its time.
+    """``x``. If it is large: with unit stride along channels if ``u`` has that, else along time; a copy if need be.
 
     transformers' Mamba gives step sizes along time beside inputs along channels.
     """
