@@ -18,7 +18,9 @@ def _give_way() -> None:
     the root of the clone. In an editable install of this clone, this folder is the package.
     """
     root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    others = [path for path in sys.path if isinstance(path, str) and os.path.realpath(path) != root]
+    # Source trees that gave way to this one, or two of them would give way to each other.
+    left: set[str] = globals().get("_left", set()) | {root}
+    others = [p for p in sys.path if isinstance(p, str) and os.path.realpath(p) not in left]
     for finder in sys.meta_path:
         spec = finder.find_spec(__name__, others)
         if spec is None or spec.origin is None or spec.loader is None:
@@ -27,6 +29,7 @@ def _give_way() -> None:
             from importlib.util import module_from_spec
 
             module = sys.modules[__name__] = module_from_spec(spec)
+            vars(module)["_left"] = left
             spec.loader.exec_module(module)
         return
     raise ImportError(

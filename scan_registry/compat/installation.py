@@ -259,6 +259,7 @@ class _Loader:
             value = getattr(source, name)
             if name == "mamba_inner_fn":
                 vars(module)["__getattr__"] = _unless_transformers_asks(module.__name__, value)
+                vars(module)["__dir__"] = lambda: sorted({*vars(module), *public})
                 continue
             if isinstance(value, ModuleType):
                 value = importlib.import_module(f"{module.__name__}.{name}")

@@ -179,6 +179,8 @@ def _device(group: dist.ProcessGroup, device: Any) -> torch.device:
     found = torch.device(device)
     if found.type not in _SIZES:
         raise ValueError(f"device is {str(device)!r}; accepted are cpu and cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(device)!r}, and torch finds no GPU; accepted is cpu")
     return found
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from scan_registry.ops.registration import not_in_onnx
+
 
 class Exports(torch.nn.Module):
     """A module that torch.jit.script refuses with this package's message, and that torch.onnx can trace."""
@@ -22,6 +24,10 @@ class Exports(torch.nn.Module):
         """torch's tracer calls this in place of ``forward``. torch.onnx passes all parameters of a module by position, also
         those that are accepted by keyword only, and bools as tensors."""
         if torch.onnx.is_in_onnx_export():
+            if getattr(
+                self, "is_complex", False
+            ):  # torch would fail at a complex number before our operator
+                raise not_in_onnx(f"scan_registry.nn.{type(self).__name__}")
             parameters = inspect.signature(self.forward).parameters.values()
             for parameter, value in zip(parameters, args, strict=False):
                 flag = isinstance(parameter.default, bool)

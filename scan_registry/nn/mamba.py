@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from scan_registry.nn.exports import Exports
-from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix
+from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix, projected
 from scan_registry.nn.mamba_checks import (
     DTYPES,
     as_pair,
     check_constructor,
+    check_convolution,
     check_hidden,
     check_options,
     check_states,
@@ -257,10 +258,10 @@ class Mamba(Exports):
     @property
     def parameters_dtype(self) -> torch.dtype:
         """The convolution's dtype, as ``A_log``, ``D`` and quantized projections may have others."""
-        weight = self.conv1d._parameters.get("weight")
-        if weight is not None:
-            return weight.dtype
-        inside = (parameter.dtype for parameter in self.conv1d.parameters())
+        conv: nn.Module = self.conv1d
+        if type(conv) is nn.Conv1d and (weight := conv._parameters.get("weight")) is not None:
+            return weight.dtype  # at once, as steps ask for it, too
+        inside = (parameter.dtype for parameter in conv.parameters())
         return next((dtype for dtype in inside if dtype in DTYPES), self.A_log.dtype)
 
     def _states_from(self, params: Any, batch: int) -> tuple[Tensor, Tensor]:
@@ -278,6 +279,7 @@ class Mamba(Exports):
         D: Tensor = self.D
         if self.parameters_dtype == torch.float64:  # which does not mix with narrower ones
             A_log, D = A_log.double(), D.double()
+        check_convolution(self)
         conv: tuple[Any, Tensor | None] = self.conv1d, None
         if weights := weights_of(self.conv1d):
             conv = weights[0].squeeze(1), weights[1]
@@ -323,9 +325,7 @@ class Mamba(Exports):
         else:
             conv_state.copy_(torch.cat([conv_state[..., 1:], taken.unsqueeze(-1)], -1))
             u = convolved(weights.conv, conv_state.to(x.dtype), 1).squeeze(-1)
-        steps, B, C = mapped(u, weights.x_proj).split(
-            [self.dt_rank, self.d_state, self.d_state], -1
-        )
+        steps, B, C = projected(u, weights, 2).split([self.dt_rank, self.d_state, self.d_state], -1)
         y = selective_state_update(
             *(ssm_state, u, mapped(steps, weights.dt_proj), weights.A, B, C, weights.D, z),
             *(weights.dt_bias, True),

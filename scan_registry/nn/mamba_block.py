@@ -87,9 +87,9 @@ def mix(
     else:
         inputs = x if earlier is None else torch.cat([earlier.to(x.dtype), x], -1)
         u = convolved(weights.conv, inputs, x.shape[2])
-    rank, rows = weights.rank, weights.A.shape[1] * (1 + weights.A.is_complex())
-    projected = mapped(u.transpose(1, 2), weights.x_proj)
-    steps = projected[..., :rank]
+    rank, rows = weights.rank, _rows(weights)
+    found = projected(u.transpose(1, 2), weights, (weights.B is None) + (weights.C is None))
+    steps = found[..., :rank]
     if isinstance(weights.dt_proj, Tensor) and u.stride(1) != 1:
         delta = torch.matmul(weights.dt_proj, steps.transpose(1, 2))
     else:
@@ -98,20 +98,37 @@ def mix(
         delta = rms_norm(delta, norms.dt, norms.eps)
     B, C = weights.B, weights.C
     if B is None:
-        B = _over_time(projected[..., rank : rank + rows], weights.B_bias, weights.A)
+        B = _over_time(found[..., rank : rank + rows], weights.B_bias, weights.A)
     if C is None:
-        C = _over_time(projected[..., -rows:], weights.C_bias, weights.A)
+        C = _over_time(found[..., -rows:], weights.C_bias, weights.A)
     if norms.B is not None:
         B = rms_norm(B, norms.B, norms.eps)
     if norms.C is not None:
         C = rms_norm(C, norms.C, norms.eps)
-    found: Any = selective_scan(
+    out: Any = selective_scan(
         *(u, delta, weights.A, B, C, weights.D, z, weights.dt_bias, delta_softplus),
         None if before is None else before.scan,
         return_final_state=return_state,
         backend=backend,
     )
-    return found if return_state else (found, None)
+    return out if return_state else (out, None)
+
+
+def _rows(weights: Weights) -> int:
+    """How many outputs of ``x_proj`` are B, or C, of one step."""
+    return weights.A.shape[1] * (1 + weights.A.is_complex())
+
+
+def projected(u: Tensor, weights: Weights, taken: int) -> Tensor:
+    """``x_proj`` of ``u`` (…, D): step sizes, and as ``taken`` says of B and C none, one or both. ``ValueError`` if a module
+    returns another number of them; the checks of ``mamba_inner_fn`` are for its weights."""
+    found = mapped(u, weights.x_proj)
+    wanted = weights.rank + taken * _rows(weights)
+    if not isinstance(weights.x_proj, Tensor) and found.shape[-1] != wanted:
+        raise ValueError(
+            f"x_proj returned {found.shape[-1]} features; like the projection that it replaces it has to return {wanted}"
+        )
+    return found
 
 
 def mapped(x: Tensor, by: Map) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
@@ -79,6 +79,23 @@ def check_hidden(module: Mamba, x: Any) -> None:
         )
     check_dtype(name, "hidden_states", x, None if weights is None else weights[0])
     check_device(name, "hidden_states", x, module.A_log)
+
+
+def check_convolution(module: Mamba) -> None:
+    """Refuse an ``nn.Conv1d`` in place of the module's own that looks at other inputs: states hold those of this one."""
+    conv: Any = module.conv1d
+    if type(conv) is not nn.Conv1d:
+        return
+    width, channels = module.d_conv, module.d_inner
+    expected = {
+        "kernel_size": (width,), "stride": (1,), "padding": (width - 1,), "dilation": (1,), "groups": channels,
+        "in_channels": channels, "out_channels": channels, "padding_mode": "zeros",
+    }  # fmt: skip
+    for what, value in expected.items():
+        if getattr(conv, what) != value:
+            raise ValueError(
+                f"{type(module).__name__}: Expected conv1d with {what}={value!r}, got {getattr(conv, what)!r}"
+            )
 
 
 def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:

@@ -70,6 +70,14 @@ def _named(library: Any, module: str, name: str) -> Callable[..., Any]:
     return call
 
 
+def not_in_onnx(what: str) -> RuntimeError:
+    """The error that says what to export in place of something that ONNX has not."""
+    return RuntimeError(
+        f"torch.onnx cannot export {what}: load the module's state dict into the module of torch.nn with the same name, or "
+        "where there is none into the public implementation that has this state dict, and export that"
+    )
+
+
 def _exported(name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What sees an operator while torch traces or exports a program: here torch.onnx is told that ONNX has no such operator.
 
@@ -78,11 +86,7 @@ def _exported(name: str, key: str, function: Callable[..., Any]) -> Callable[...
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise RuntimeError(
-            f"torch.onnx cannot export the operator {NAMESPACE}::{name}: load the module's state dict into the module of "
-            "torch.nn with the same name, or where there is none into the public implementation that has this state dict, "
-            "and export that"
-        )
+        raise not_in_onnx(f"the operator {NAMESPACE}::{name}")
 
     def call(*args: Any) -> Any:
         onnx = sys.modules.get("torch.onnx")

@@ -87,3 +87,15 @@ def test_an_installed_package_is_used(installed: Path) -> None:
 def test_an_editable_install_is_the_source_tree() -> None:
     said, error = run(["-c", EDITABLE + USE])
     assert (said, error) == (str(ROOT / "scan_registry" / "__init__.py"), "")
+
+
+def test_two_source_trees_do_not_give_way_to_each_other(tmp_path: Path) -> None:
+    other = tmp_path / "clone"
+    (other / "scan_registry").mkdir(parents=True)
+    initialisation = (ROOT / "scan_registry" / "__init__.py").read_bytes()
+    (other / "scan_registry" / "__init__.py").write_bytes(initialisation)
+    _, error = run(["-c", "import scan_registry"], other)
+    assert f"ImportError: {other} is the source tree" in error.splitlines()[-1]
+    # Where a third one is installed editable, it is used.
+    said, error = run(["-c", f"import sys; sys.path.insert(0, {str(other)!r})" + EDITABLE + USE])
+    assert (said, error) == (str(ROOT / "scan_registry" / "__init__.py"), "")

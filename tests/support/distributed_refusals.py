@@ -107,7 +107,8 @@ def measured(rank: int, ranks: int, group: Any) -> list[str]:
         for device in ("cpu", torch.device("cpu"), None):
             found = distributed.measure(group, device)
             said.append(f"{found.name}, {found.ranks_per_node} on a host")
-        for device in ("meta", 3, "abacus", "meta" if rank == ranks - 1 else "cpu"):
+        missing = [] if torch.cuda.is_available() else ["cuda"]
+        for device in ("meta", 3, "abacus", "meta" if rank == ranks - 1 else "cpu", *missing):
             said.append(_said(lambda device=device: distributed.measure(group, device)))
     calibration._measured.pop(group)
     return said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import distributed_refusals as cases
 import pytest
+import torch
 from rank_pool import GROUP_TIMEOUT, RankPool
 
 from scan_registry import distributed
@@ -55,3 +56,5 @@ def test_devices_that_are_measured(ranks: RankPool) -> None:
     assert last[5].startswith("RuntimeError: ")
     assert first[6].startswith("RuntimeError: ")
     assert "rank 1: ValueError: device is 'meta'" in first[6]
+    if not torch.cuda.is_available():
+        assert last[7] == "ValueError: device is 'cuda', and torch finds no GPU; accepted is cpu"

@@ -96,3 +96,10 @@ def test_flags_reach_a_traced_module() -> None:
     module = MODULES["RGLRU"]()
     with pytest.raises(RuntimeError, match=REFUSAL.format("gated_scan")):
         trace(module, kwargs={"reverse": True})
+
+
+@pytest.mark.parametrize("name", ["LRU", "S5"])
+def test_modules_of_complex_numbers(name: str) -> None:
+    """torch would fail at one of its own operators, before one of this package's."""
+    with pytest.raises(RuntimeError, match=f"cannot export scan_registry.nn.{name}: load the"):
+        trace(MODULES[name]())

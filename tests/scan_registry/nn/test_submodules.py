@@ -322,3 +322,39 @@ def test_parameters_that_hooks_bring(name: str) -> None:
         y, _ = final_state(module, x, None)
         torch.testing.assert_close(y, final_state(expected, x, None)[0])
         assert all(p.is_meta for p in module.parameters())
+
+
+def test_mamba_with_a_scripted_convolution() -> None:
+    module, x = make("Mamba").eval(), given()
+    expected, *states = make("Mamba").eval(), *module.allocate_inference_cache(x.shape[0], 0)
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        module.conv1d = torch.jit.script(module.conv1d)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), expected(x))
+        for found, y in zip(x.split(1, 1), expected(x).split(1, 1), strict=True):
+            torch.testing.assert_close(module.step(found, *states)[0], y)
+
+
+@pytest.mark.parametrize("change", [{"dilation": 2, "padding": 6}, {"padding_mode": "replicate"}])
+def test_mamba_refuses_another_convolution(change: dict[str, Any]) -> None:
+    module, x = make("Mamba"), given()
+    own: Any = module.conv1d
+    sizes = {"groups": own.groups, "padding": own.padding[0]} | change
+    module.conv1d = torch.nn.Conv1d(
+        own.in_channels, own.out_channels, *own.kernel_size, **sizes
+    ).to(x)
+    with pytest.raises(ValueError, match=f"Mamba: Expected conv1d with .*({'|'.join(change)})"):
+        module(x)
+
+
+@pytest.mark.parametrize("features", [-1, 1])
+def test_mamba_refuses_a_projection_to_another_number_of_features(features: int) -> None:
+    module, x = make("Mamba"), given()
+    own: Any = module.x_proj
+    wrong = own.out_features + features
+    module.x_proj = torch.nn.Linear(own.in_features, wrong, bias=False).to(x)
+    states = module.allocate_inference_cache(x.shape[0], 0)
+    words = f"x_proj returned {wrong} features; .* has to return {own.out_features}"
+    for call in (lambda: module(x), lambda: module.step(x[:, :1], *states)):
+        with pytest.raises(ValueError, match=words):
+            call()
