@@ -62,6 +62,8 @@ struct Random {
     std::size_t below(std::size_t count) { return ((*this)() >> 32) * count >> 32; }
 };
 
+constexpr std::size_t YIELDS = 128;  // after one of so many turns of threads, another block may go on
+
 struct Block {
     std::vector<Thread> threads;
     std::vector<char> dynamic;
@@ -146,6 +148,8 @@ struct Block {
     // A thread that can go on, which is the running one from now on.
     int take() {
         if (ready.empty()) fail("nobody gets on: threads wait for what never comes");
+        // Or blocks would change places where they wait for each other, and nowhere else.
+        if (random.below(YIELDS) == 0) std::this_thread::yield();
         const std::size_t drawn = random.below(ready.size());
         const int next = ready[drawn];
         ready[drawn] = ready.back();
