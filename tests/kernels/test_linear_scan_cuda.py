@@ -34,23 +34,29 @@ LASTING = cases.Setting(states=True, lasting=True)
 MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
 
 
+def ways(variant: Variant) -> set[object]:
+    """What of a variant is to be tried: its dtypes with its access and which parameters there are, and each one's value."""
+    statics = dict(variant.statics)
+    sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
+    kind = variant.kernel, statics.get("access"), *statics
+    return {
+        (*kind, statics["dtype"], statics.get("gates")),
+        (variant.kernel, "stages", min(int(statics.get("stages", 0)), 3)),
+        *((variant.kernel, *each) for each in sizes.items()),
+    }
+
+
 def chosen() -> Iterator[Variant]:
-    """Of two dtypes one for each kernel and access; and in bfloat16 with gates of that kind one for each value of a
-    parameter besides, and for all parameters that a kernel reads together."""
+    """Those that are streamed, and of the others in three dtypes all that have something to try besides."""
     seen: set[object] = set()
+    for variant in streamed():
+        seen |= ways(variant)
+        yield variant
     for variant in FAMILY.variants():
-        statics = dict(variant.statics)
-        if variant.language != "cuda" or statics["dtype"] in ("float16", "float64"):
+        if variant.language != "cuda" or variant.text("dtype") in ("float16", "float64"):
             continue
-        access = statics.get("access")
-        wanted: set[object] = {(variant.kernel, statics["dtype"], statics.get("gates"), access)}
-        if statics["dtype"] == statics.get("gates", "bfloat16") == "bfloat16":
-            sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
-            wanted |= {(variant.kernel, *each) for each in sizes.items()}
-            wanted.add((variant.kernel, min(int(statics.get("stages", 0)), 3), "stages"))
-            wanted.add((variant.kernel, access, *statics))
-        if not wanted <= seen:
-            seen |= wanted
+        if not ways(variant) <= seen:
+            seen |= ways(variant)
             yield variant
 
 
@@ -126,7 +132,7 @@ def long(dtype: str) -> tuple[cases.Trial, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", dict.fromkeys((*chosen(), *streamed())), ids=str)
+@pytest.mark.parametrize("variant", dict.fromkeys(chosen()), ids=str)
 def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     kernel = FAMILY.kernel(variant.kernel, "cuda")
