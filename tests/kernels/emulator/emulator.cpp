@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -157,10 +158,13 @@ struct Block {
         return next;
     }
 
-    // Let another go on, if one can; a block that works takes far fewer turns than what it fails after.
+    // Let another go on, if one can. A block that works takes far fewer turns than MOST. One that waits for another block
+    // may take more on a busy machine, which lets the other one wait for a core: so it sleeps a millisecond at a time.
     void turn() {
+        constexpr long MOST = 5000000, NAP = 1000, NAPS = 20000;
         if (++turns % (4 * long(ready.size() + 1)) == 0) std::this_thread::yield();
-        if (turns > 20000000) fail("nobody gets on: threads wait for what never comes");
+        if (turns > MOST && turns % NAP == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (turns > MOST + NAP * NAPS) fail("nobody gets on: threads wait for what never comes");
         if (ready.empty()) return;
         int& drawn = ready[random.below(ready.size())];
         const int next = drawn;

@@ -106,4 +106,4 @@ def test_drawn_cases_hold_what_matters() -> None:
         lambda case: case.reset and case.dim == 0 and case.shape and case.dtype == "complex128",
         lambda case: len(case.shape) == 0 and case.reset,
     ):
-        assert sum(bool(has(case)) for case in drawn) > 5
+        assert sum(bool(has(case)) for case in drawn) >= 5
