@@ -6,8 +6,8 @@
                                               attestations and pytest
     python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
-``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none. ``test`` compiles for one architecture
-per code path, in half the time of all. On pull requests another job builds for all. After a change of kernels, run
+``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none. ``test`` compiles for sm90 and
+ptx80, in less than half the time of all. On pull requests another job builds for all. After a change of kernels, run
 ``test --archs all``.
 
 ``types`` runs mypy alone, for the commit hook.
@@ -59,9 +59,8 @@ WORK = ROOT / "build" / "dev"
 #: What the site is built from, and the pinned programs that build it.
 SITE = ROOT / "docs" / "mkdocs.yml"
 SITE_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
-#: What ``test`` compiles for: what a release has run on a GPU (sm90 and ptx80), and what sm86 and sm89 are compiled
-#: from (sm80). Tests compile a variant of each kernel for the others.
-TESTED = "sm80,sm90,ptx80"
+#: What ``test`` compiles for: what a release has run on a GPU. Tests compile a variant of each kernel for the others.
+TESTED = "sm90,ptx80"
 
 
 # --- The wheel --------------------------------------------------------------------------------
