@@ -120,6 +120,7 @@ CASES = [
     Case(1, 130, 17, 67, (1, 2)),
     Case(1, 6, 256, 33, (2, 3)),
     Case(2, 10, 1, 128),
+    Case(64, 130, 2, 3),  # so many sequences that a task has more channels than it works on at once
     Case(1, 80, 2, 193, options=False),
     Case(1, 16, 64, 65, softplus=False),
     Case(2, 20, 5, 150, (1, 4), bounds=(0, 50, 50, 51, 150)),

@@ -389,3 +389,17 @@ def test_the_package_can_be_imported_again_in_one_process(tmp_path: Path) -> Non
         command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=tmp_path
     )
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("places", [(1, 2, 1), (2, 0, None), (None, 3, 0), (3, None, 1)])
+def test_a_mapped_dimension_may_be_any(places: tuple[int | None, ...]) -> None:
+    """Of gates, tokens and the initial state."""
+    whole = torch.rand(3, 2, 4, 6), torch.randn(3, 2, 4, 6), torch.randn(3, 2, 4)
+    given = [
+        x[0] if place is None else x.movedim(0, place)
+        for x, place in zip(whole, places, strict=True)
+    ]
+    found = func.vmap(linear_scan, in_dims=places)(*given)
+    for n in range(3):
+        one = [x[0 if place is None else n] for x, place in zip(whole, places, strict=True)]
+        torch.testing.assert_close(found[n], linear_scan(*one))
