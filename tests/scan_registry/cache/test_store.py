@@ -196,7 +196,7 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
     entries = {f"{n:02x}" + 62 * "0": a_binary(content=bytes([n]) * 500) for n in range(4)}
     problems: list[object] = []
     done = threading.Event()
-    cleared = 0
+    cleared: list[int] = []  # of each call: two threads would lose sums of each other
 
     def write() -> None:
         kept = Cache(folder)
@@ -206,9 +206,8 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
                     problems.append(key)
 
     def clear() -> None:
-        nonlocal cleared
         while not done.is_set():
-            cleared += Cache(folder).clear()
+            cleared.append(Cache(folder).clear())
 
     def guarded(action: Callable[[], None]) -> None:
         try:
@@ -223,13 +222,13 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
         for thread in threads:
             thread.start()
         for _ in range(1200):
-            if cleared > 10 or done.wait(0.05):
+            if sum(cleared) > 10 or done.wait(0.05):
                 break
         done.set()
         for thread in threads:
             thread.join()
     assert problems == []
-    assert cleared > 10
+    assert sum(cleared) > 10
     for found in Cache(folder).entries():
         assert found.read(found.binaries[0])
 
