@@ -25,7 +25,7 @@ TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py")
 #: What names families all the same, and why.
 ALLOWED = {
     "scan_registry/__init__.py": "the public names, which readers and type checkers look for there",
-    "scan_registry/bench/distributed.py": "times the schedules of linear_scan, which alone has two",
+    "scan_registry/bench/distributed.py": "times linear_scan over ranks",
     "scan_registry/cli/bench_distributed.py": "the command for that",
     "scan_registry/diagnostics/first_calls.py": "says which call was timed",
     "ci/environments.py": "calls public functions of an installed release, as its users do",

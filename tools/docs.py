@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import docs_distributed
 import docs_pictures
 import docs_tables
 
@@ -131,7 +130,7 @@ def _plain(text: str) -> str:
 def made() -> dict[Path, str]:
     """Every file that is made, in whole or in part, with what it should hold."""
     files = {PAGES / "reference" / "command-line.md": command_line()}
-    for name, text in {**docs_pictures.files(), **docs_distributed.files()}.items():
+    for name, text in docs_pictures.files().items():
         files[PAGES / "assets" / name] = text
     for page in (ROOT / "README.md", *PAGES.rglob("*.md")):
         text = page.read_text(encoding="utf-8")

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import docs_distributed as distributed
 import docs_results as results
 from docs_results import SHORT
 
@@ -185,19 +184,6 @@ def cold_start() -> str:
     return table(head, rows)
 
 
-# --- Many ranks -------------------------------------------------------------------------------
-
-
-def ranks_whole() -> str:
-    """One sequence on 2 to 1024 ranks, by the cost model."""
-    return table(distributed.HEAD, distributed.table_rows(distributed.WHOLE))
-
-
-def ranks_each() -> str:
-    """Parts of one length, on as many ranks, by the cost model."""
-    return table(distributed.HEAD, distributed.table_rows(distributed.EACH))
-
-
 # --- GPUs -------------------------------------------------------------------------------------
 
 
@@ -256,8 +242,6 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpus": gpus,
     "first-calls": first_calls,
     "cold-start": cold_start,
-    "ranks-whole": ranks_whole,
-    "ranks-each": ranks_each,
 }
 
 

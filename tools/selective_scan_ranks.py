@@ -2,8 +2,7 @@
 
     torchrun --nproc-per-node 2 tools/selective_scan_ranks.py [--shape 1,5120,131072] [--softplus] [--device cpu]
 
-It times ``scan_registry.distributed.selective_scan`` in the schedules "reduce" and "pass", forward and both passes, on GPUs
-over NCCL, or with ``--device cpu`` over gloo. The shape is batch, channels and time of the whole sequence; there are 16 states
+It times ``scan_registry.distributed.selective_scan``, forward and both passes, on GPUs over NCCL, or with ``--device cpu`` over gloo. The shape is batch, channels and time of the whole sequence; there are 16 states
 to a channel. A time is the median of ``--rounds`` calls, each from when all ranks are ready until the last one is done. The
 first rank prints. It also prints the largest relative error of a rank's output. Every rank computes the whole sequence to
 compare, so on CPUs that share cores the time of one rank is too long.
@@ -113,19 +112,12 @@ def main(words: Sequence[str] | None = None) -> int:
         expected = alone[0]()[..., own].float()
         one = [milliseconds(call, device, given.rounds) for call in alone]
         lines = [f"one rank: forward {one[0]:.3f}, both passes {one[1]:.3f}"]
-        for schedule in ("reduce", "pass"):
-
-            def scan(*tensors: Tensor | None, schedule: str = schedule) -> Tensor:
-                return distributed.selective_scan(*tensors, schedule=schedule)  # type: ignore[misc, call-overload]
-
-            calls = calls_of(scan, parts, bias)
-            apart = (calls[0]().float() - expected).norm() / expected.norm()
-            dist.all_reduce(apart, op=dist.ReduceOp.MAX)
-            times = [milliseconds(call, device, given.rounds) for call in calls]
-            forward, both = (
-                f"{a:.3f} ({a / b:.2f} of one)" for a, b in zip(times, one, strict=True)
-            )
-            lines.append(f"{schedule}: forward {forward}, both passes {both}, error {apart:.1e}")
+        calls = calls_of(distributed.selective_scan, parts, bias)
+        apart = (calls[0]().float() - expected).norm() / expected.norm()
+        dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+        times = [milliseconds(call, device, given.rounds) for call in calls]
+        forward, both = (f"{a:.3f} ({a / b:.2f} of one)" for a, b in zip(times, one, strict=True))
+        lines.append(f"all ranks: forward {forward}, both passes {both}, error {apart:.1e}")
     finally:
         dist.destroy_process_group()
     if rank == 0:

@@ -1,52 +1,32 @@
-"""Times of one sequence on all ranks of a group, in each schedule, beside one rank with all of it.
+"""Times of one sequence on all ranks of a group, beside one rank with all of it.
 
 Where ``torchrun`` has started the process its ranks are the group, else the process is a group of one. A time is that of
-one call, from when all ranks are ready until the last is done, so that what a schedule waits for counts.
+one call, from when all ranks are ready until the last is done, so that waiting for other ranks counts.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from scan_registry.bench.latency import Call, Latency, Stopwatch, all_gather
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
-from scan_registry.distributed.calibration import measure
-from scan_registry.distributed.cost import (
-    SCHEDULES,
-    Choice,
-    Direction,
-    Work,
-    choose,
-    even,
-    linear_scan_work,
-    one_rank_seconds,
-    pass_seconds,
-    reduce_seconds,
-)
-from scan_registry.distributed.latency import Call, Latency, Stopwatch, all_gather
-from scan_registry.distributed.machines import Machine
-from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.ops.linear_scan import linear_scan as local_scan
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.version import __version__
 
 PASSES = ("forward", "backward", "forward+backward")
-_DIRECTIONS: Mapping[str, Direction] = {
-    "forward": "forward",
-    "backward": "backward",
-    "forward+backward": "both",
-}
-COPY, GATHER, ALONE = "copy", "all-gather", "one rank"
+COPY, GATHER, ALL, ALONE = "copy", "all-gather", "all ranks", "one rank"
 _TENSORS = 7  # of one call's size: gates, tokens, states, the incoming gradient, two gradients, and one to spare
 _CACHES = 3  # times which a GPU writes the size of its cache before a call
 _TIMEOUT = timedelta(minutes=3)
@@ -56,11 +36,8 @@ _TIMEOUT = timedelta(minutes=3)
 class Timing:
     """Median and spread (largest minus smallest) of a call, in ms.
 
-    who           "copy", "all-gather" or "one rank", or else the schedule
-    host_ms       in which the host is through with the call; on the CPU the same
-    predicted_ms  by the cost model, from what was measured of the group before
-    pieces        of "pass"
-    chosen        whether the schedule is what ``schedule="auto"`` takes
+    who      "copy", "all-gather", "all ranks" or "one rank"
+    host_ms  in which the host is through with the call; on the CPU the same
     """
 
     case: Case
@@ -69,13 +46,9 @@ class Timing:
     ms: float
     spread: float
     host_ms: float
-    predicted_ms: float | None = None
-    pieces: int | None = None
-    chosen: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
-        record = {**vars(self), "case": self.case.to_json()}
-        return {name: value for name, value in record.items() if value is not None}
+        return {**vars(self), "case": self.case.to_json()}
 
 
 # --- The group --------------------------------------------------------------------------------
@@ -111,7 +84,7 @@ def group_on(kind: str) -> Iterator[tuple[dist.ProcessGroup, torch.device]]:
 
 @dataclass
 class GroupBench:
-    """Times cases on a group whose machine it measures first.
+    """Times cases on a group.
 
     passes   those of ``PASSES`` that are timed
     skipped  what could not be timed, and why; it grows, alike on every rank
@@ -127,7 +100,6 @@ class GroupBench:
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         flush = _CACHES * cache_bytes(self.device) if self.device.type == "cuda" else 0
         self.watch = Stopwatch(self.group, self.device, flush)
-        self.machine: Machine = measure(self.group, self.device)
 
     @property
     def name(self) -> str:
@@ -152,13 +124,12 @@ class GroupBench:
             if self.ranks > 1:
                 if direction == "forward":
                     calls[GATHER] = self._gather(case)
-                for schedule in SCHEDULES:
-                    calls[schedule] = part.call(direction, self._scan(case, schedule))
+                calls[ALL] = part.call(direction, self._scan(case))
             if whole is not None:
                 calls[ALONE] = whole.call(direction, _one_rank(case)) if self.rank == 0 else None
             found = self.watch.latencies([*calls.values()])
             for who, latency in zip(calls, found, strict=True):
-                self.timings.append(self._timing(case, direction, who, latency))
+                self.timings.append(_timing(case, direction, who, latency))
 
     def _whole(self, case: Case) -> Part | None:
         """What the first rank has to scan alone, and an empty part on other ranks; None if that does not fit."""
@@ -173,11 +144,9 @@ class GroupBench:
         (found,) = self.watch.largest(float(short))
         return not found
 
-    def _scan(
-        self, case: Case, schedule: Literal["reduce", "pass"]
-    ) -> Callable[[Tensor, Tensor], Tensor]:
+    def _scan(self, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
         def scan(gates: Tensor, tokens: Tensor) -> Tensor:
-            return linear_scan(gates, tokens, group=self.group, dim=case.dim, schedule=schedule)
+            return linear_scan(gates, tokens, group=self.group, dim=case.dim)
 
         return scan
 
@@ -186,38 +155,6 @@ class GroupBench:
         rows = torch.zeros(2 * case.batch * case.channels, device=self.device)
         held = torch.empty(self.ranks * rows.numel(), device=self.device)
         return lambda: all_gather(held, rows, group=self.group)
-
-    def _work(self, case: Case, direction: str) -> Work:
-        return linear_scan_work(
-            even(case.time, self.ranks),
-            case.batch * case.channels,
-            ITEM_SIZE[case.dtype],
-            direction=_DIRECTIONS[direction],
-            channels=case.channels,
-            chained=self.device.type == "cuda" and case.dim != -1,
-        )
-
-    def choice(self, case: Case, direction: str, schedule: str = "auto") -> Choice:
-        """What a call takes: one schedule for the forward pass and, if it is recorded, for the backward one."""
-        recorded = "forward" if direction == "forward" else "forward+backward"
-        return choose(self._work(case, recorded), self.machine, schedule)
-
-    def _timing(self, case: Case, direction: str, who: str, latency: Latency) -> Timing:
-        work, machine = self._work(case, direction), self.machine
-        predicted, pieces, chosen = None, None, None
-        if who in SCHEDULES:
-            chosen = self.choice(case, direction).schedule == who
-            seconds = reduce_seconds(work, machine)
-            if who == "pass":
-                pieces = self.choice(case, direction, who).pieces
-                seconds = pass_seconds(work, machine, pieces)
-            predicted = 1e3 * seconds
-        elif who == ALONE:
-            predicted = 1e3 * one_rank_seconds(work, machine)
-        elif who == GATHER:
-            predicted = 1e3 * machine.all_gather(self.ranks, 8 * case.batch * case.channels)
-        ms, spread, host = (1e3 * each for each in (latency.seconds, latency.spread, latency.host))
-        return Timing(case, direction, who, ms, spread, host, predicted, pieces, chosen)
 
     def document(self) -> dict[str, Any]:
         """The stable form, as ``schemas/bench-distributed.json`` describes it: keys are only ever added."""
@@ -229,7 +166,6 @@ class GroupBench:
             "scan_registry": __version__,
             "device": self.name,
             "ranks": self.ranks,
-            "machine": vars(self.machine),
             "timings": [each.to_json() for each in self.timings],
             "skipped": dict(self.skipped),
         }
@@ -261,6 +197,17 @@ class Part:
             states = scan(*inputs)
             return lambda: torch.autograd.grad(states, inputs, self.grad, retain_graph=True)
         return lambda: torch.autograd.grad(scan(*inputs), inputs, self.grad)
+
+
+def even(time: int, ranks: int) -> list[int]:
+    """Steps of each rank: the same, or one more on the first ranks."""
+    least, more = divmod(time, ranks)
+    return [least + (rank < more) for rank in range(ranks)]
+
+
+def _timing(case: Case, direction: str, who: str, latency: Latency) -> Timing:
+    ms, spread, host = (1e3 * each for each in (latency.seconds, latency.spread, latency.host))
+    return Timing(case, direction, who, ms, spread, host)
 
 
 def _one_rank(case: Case) -> Callable[[Tensor, Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""``scan-registry bench distributed``: one sequence on all ranks of a group, in both schedules.
+"""``scan-registry bench distributed``: one sequence on all ranks of a group.
 
 Every rank runs the command, and the first one prints.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from scan_registry.bench.distributed import GroupBench, Timing
 
 NAME = "distributed"
-#: Long enough on a GPU to show both schedules' bytes, and one that is all latency.
+#: Long enough on a GPU that bytes count, and one that is all latency.
 CASES = {
     "cuda": (
         "channel_last:1,2048,262144:bfloat16",
@@ -36,10 +36,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         NAME,
         help="time one sequence over all ranks of a group instead",
         description="Times `scan_registry.distributed.linear_scan` on the ranks that torchrun has started, NCCL on GPUs "
-        "and gloo on the CPU, in both schedules, forward and backward. Beside them stand a copy of one rank's part, an "
-        "all-gather of two float32 rows a channel, and one rank with the whole sequence. A time is that of one call, from "
-        "when all ranks are ready until the last is done. Without torchrun there is one rank. Predicted is what the cost "
-        "model says, from what it measured of the group before. Example: `torchrun --nproc-per-node 2 -m scan_registry "
+        "and gloo on the CPU, forward and backward. Beside it stand a copy of one rank's part, an all-gather of two float32 "
+        "rows a channel, and one rank with the whole sequence. A time is that of one call, from when all ranks are ready "
+        "until the last is done. Without torchrun there is one rank. Example: `torchrun --nproc-per-node 2 -m scan_registry "
         "bench distributed`.",
         epilog="Exit status: 0; 2 for arguments that cannot be meant. The first rank prints. The JSON document is described "
         "by scan_registry/schemas/bench-distributed.json.",
@@ -87,38 +86,24 @@ def run(args: argparse.Namespace) -> int:
 
 def show_table(bench: GroupBench) -> None:
     """Print what has been timed."""
-    console, machine = screen(), bench.machine
+    console = screen()
     table = new_table(
         *("layout", "B, C, T~", "dtype", "pass", "what", "ms>", "± ms>?"),
-        *("predicted>", "host ms>?", "of one rank>!"),
+        *("host ms>?", "of one rank>!"),
     )
     for timing in bench.timings:
-        predicted = "" if timing.predicted_ms is None else f"{timing.predicted_ms:.4f}"
         table.add_row(
             *timing.case.cells,
             timing.direction,
-            _what(timing),
+            timing.who,
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
-            predicted,
             f"{timing.host_ms:.4f}",
             _share(timing, bench.timings),
         )
-    unit, scale = ("TB/s", 1e12) if bench.device.type == "cuda" else ("GB/s", 1e9)
-    show(
-        console,
-        table,
-        f"{bench.name}; memory {machine.memory / scale:.2f} {unit}, all-gather "
-        f"{machine.all_gather(bench.ranks, 0) * 1e6:.0f} µs, piece {machine.piece * 1e6:.0f} µs",
-    )
+    show(console, table, bench.name)
     for what, reason in bench.skipped.items():
         console.print(f"not timed: {what}: {reason}", markup=False)
-
-
-def _what(timing: Timing) -> str:
-    number = timing.pieces
-    words = timing.who if number is None else f"{timing.who}, {number} piece{'s' * (number > 1)}"
-    return f"{words} (auto)" if timing.chosen else words
 
 
 def _share(timing: Timing, timings: Sequence[Timing]) -> str:

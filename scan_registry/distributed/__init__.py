@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry.distributed import cost, machines
-    from scan_registry.distributed.calibration import measure
     from scan_registry.distributed.convolution import causal_conv1d
-    from scan_registry.distributed.explanation import explain, explain_selective_scan
     from scan_registry.distributed.gated import gated_scan
     from scan_registry.distributed.linear import linear_scan
     from scan_registry.distributed.selective import selective_scan
@@ -21,26 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "causal_conv1d",
-    "cost",
-    "explain",
-    "explain_selective_scan",
     "gated_scan",
     "linear_scan",
-    "machines",
-    "measure",
     "scan_summary",
     "selective_scan",
 ]
 
 _HOMES: dict[str, str | None] = {
-    "cost": None,
-    "explain": "scan_registry.distributed.explanation",
-    "explain_selective_scan": "scan_registry.distributed.explanation",
     "causal_conv1d": "scan_registry.distributed.convolution",
     "gated_scan": "scan_registry.distributed.gated",
     "linear_scan": "scan_registry.distributed.linear",
-    "machines": None,
-    "measure": "scan_registry.distributed.calibration",
     "selective_scan": "scan_registry.distributed.selective",
     "scan_summary": "scan_registry.distributed.summary",
 }

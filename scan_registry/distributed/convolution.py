@@ -1,6 +1,6 @@
 """``causal_conv1d`` of sequences whose time is cut between the ranks of a group.
 
-A rank needs the width-1 steps before its part, its halo, which ``halos`` exchanges. The local operator takes the halo as its
+A rank needs the width-1 steps before its part, its halo, which ``halo`` exchanges. The local operator takes the halo as its
 initial state. The final state of the whole sequence is its last width-1 steps, which the same exchange brings to all ranks.
 """
 
@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.distributed.group import all_reduce, resolve
-from scan_registry.distributed.halos import Exchange, Halo, of_run, with_initial
+from scan_registry.distributed.group import all_reduce, resolve, untraced
+from scan_registry.distributed.halo import Exchange, Halo, of_run, with_initial
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.local_tensors import check_local
-from scan_registry.distributed.opening import agree
-from scan_registry.distributed.untraced import untraced
+from scan_registry.distributed.opening import agree, check_local
 from scan_registry.ops.causal_conv1d_arguments import (
     ACCEPTED,
     Arguments,

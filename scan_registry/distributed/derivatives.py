@@ -18,7 +18,7 @@ from scan_registry.distributed import parts
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.opening import agree
 from scan_registry.distributed.parts import Part
-from scan_registry.distributed.run import Gradients, Run
+from scan_registry.distributed.reduce import Run, Tensors
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import before
 
@@ -32,7 +32,7 @@ def differentiable(
     last_grad: Tensor | None,
     wanted: tuple[bool, bool, bool],
     number: int,
-) -> Gradients:
+) -> Tensors:
     """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives."""
     scan: Any = import_module("scan_registry.distributed.linear").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
@@ -50,7 +50,7 @@ def differentiable(
     factor, grad = gates.to(run.compute).conj().resolve_conj(), states_grad.to(run.compute)
     behind = None
     if final:
-        behind = _apply(AllReduce, run.last_grad(last_grad, grad), members)
+        behind = _apply(AllReduce, run.last_grad(last_grad), members)
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, device=gates.device)
     h, first_h = scan(
         factor,
@@ -61,7 +61,6 @@ def differentiable(
         reverse=not reverse,
         cu_seqlens=bounds,
         return_final_state=True,
-        schedule="pass" if run.pieces else "reduce",
         backend=backend,
     )
     adjoint = grad + _before(run, h, behind, not reverse, cu_seqlens, lengths)

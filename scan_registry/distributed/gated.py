@@ -9,11 +9,8 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening
-from scan_registry.distributed.decision import Schedule
+from scan_registry.distributed.group import untraced
 from scan_registry.distributed.linear import scan
-from scan_registry.distributed.linear_call import check_schedule
-from scan_registry.distributed.local_tensors import check_local
-from scan_registry.distributed.untraced import untraced
 from scan_registry.ops import arguments
 from scan_registry.ops.gated_scan import run as scan_of_one
 from scan_registry.ops.gated_scan_arguments import Options, normalised
@@ -36,7 +33,6 @@ def gated_scan(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_final_state: Literal[False] = False,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor: ...
 
@@ -52,7 +48,6 @@ def gated_scan(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_final_state: Literal[True],
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -68,7 +63,6 @@ def gated_scan(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -83,7 +77,6 @@ def gated_scan(
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """States of h[t] = gate[t]·h[t-1] + token[t] along a time dimension that is cut between the ranks of a group.
@@ -104,7 +97,6 @@ def gated_scan(
         reverse: compute h[t] = gate[t]·h[t+1] + token[t] instead, from the last rank to the first.
         cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
         return_final_state: also return the state after the last step, or that of each packed sequence.
-        schedule: as for ``scan_registry.distributed.linear_scan``.
         backend: as for ``scan_registry.gated_scan``. With several ranks ``"reference"`` is passed on to the scan, and any
             other value means ``"auto"``.
 
@@ -119,7 +111,7 @@ def gated_scan(
         NoKernelError: as for ``scan_registry.gated_scan``.
     """
     options = Options(kind, dim, reverse, return_final_state, backend)
-    return _gated_scan(inputs, initial_state, reset, group, cu_seqlens, options, schedule)  # type: ignore[no-any-return]
+    return _gated_scan(inputs, initial_state, reset, group, cu_seqlens, options)  # type: ignore[no-any-return]
 
 
 @untraced
@@ -130,14 +122,12 @@ def _gated_scan(
     group: Any,
     cu_seqlens: Any,
     options: Options,
-    schedule: Any,
 ) -> Any:
     members = groups.resolve(group)
     tensors = {f"inputs[{number}]": each for number, each in enumerate(inputs)}
     others = {"initial_state": initial, "reset": reset, "cu_seqlens": cu_seqlens}
-    check_local(members, "gated_scan", **tensors, **others)
+    opening.check_local(members, "gated_scan", **tensors, **others)
     if members.size == 1:
-        check_schedule(schedule)
         return scan_of_one(options.kind, inputs, reset, initial, cu_seqlens, options)
     first = next((each for each in inputs if isinstance(each, Tensor)), None)
     try:
@@ -154,6 +144,6 @@ def _gated_scan(
     dtype = given.inputs[0].dtype
     # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
     operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
-    states, last = scan(members, gates, tokens, initial, cu_seqlens, how, schedule, operator)
+    states, last = scan(members, gates, tokens, initial, cu_seqlens, how, operator)
     states = states.to(dtype)
     return states if last is None else (states, last)

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 __all__ = [
-    "Incoming",
     "Members",
     "Session",
     "all_gather",
     "all_reduce",
-    "begun",
-    "broadcast",
-    "finish",
     "is_capturing",
-    "receive",
     "resolve",
-    "send",
     "session",
+    "untraced",
 ]
 
 if TYPE_CHECKING:
@@ -65,18 +62,9 @@ class Members:
             raise RuntimeError("the process group of this call has been destroyed")
         return found
 
-    def neighbour(self, step: int) -> int | None:
-        """The rank ``step`` further in the group; None if there is no such rank."""
-        other = self.rank + step
-        return other if 0 <= other < self.size else None
-
     def position(self, reverse: bool) -> int:
         """How many ranks' parts are scanned before this one's."""
         return self.size - 1 - self.rank if reverse else self.rank
-
-    def rank_at(self, position: int, reverse: bool) -> int:
-        """The rank at this position of the scan."""
-        return self.size - 1 - position if reverse else position
 
 
 def resolve(group: Group = None) -> Members:
@@ -135,34 +123,32 @@ class Session:
 
     kinds     kinds of devices whose tensors the group can exchange
     capacity  bytes of an opening
-    agreed    kinds of calls that all ranks agreed on; for each, the schedule that was chosen in its first call, if any
+    agreed    kinds of calls that all ranks agreed on, in the order of their first calls
     calls     number of the last call
     plans     what this rank knows of calls with the same shapes and options
     openings  the openings of calls without a plan
     unread    headers that are being compared on a GPU; the CPU does not know the result yet
     flags     memory for results of comparisons, to be used again
     captured  messages whose headers CUDA graphs read, as long as the group exists
-    kept      tensors that are being sent, in order
     careful   whether this rank's last call that read its headers failed
     carriers  for tensors of a device: the device on which the group exchanges them
     """
 
     kinds: frozenset[str]
     capacity: int = _CAPACITY
-    agreed: dict[Any, Any] = field(default_factory=dict)
+    agreed: dict[Any, None] = field(default_factory=dict)
     calls: int = 0
     plans: dict[Any, Any] = field(default_factory=dict)
     openings: dict[Any, Any] = field(default_factory=dict)
     unread: deque[Any] = field(default_factory=deque)
     flags: list[Any] = field(default_factory=list)
     captured: list[Any] = field(default_factory=list)
-    kept: deque[tuple[Any, Tensor]] = field(default_factory=deque)
     careful: bool = False
     carriers: dict[torch.device, torch.device] = field(default_factory=dict)
 
-    def remember(self, kind: Any, value: Any) -> None:
+    def remember(self, kind: Any) -> None:
         """All ranks call this in the same call. If there are too many kinds, all ranks forget the oldest one."""
-        self.agreed[kind] = value
+        self.agreed[kind] = None
         if len(self.agreed) > _KINDS:
             del self.agreed[next(iter(self.agreed))]
 
@@ -214,72 +200,23 @@ def all_reduce(members: Members, tensor: Tensor) -> Tensor:
     return total.to(tensor.device)
 
 
-def broadcast(members: Members, tensor: Tensor, source: int) -> Tensor:
-    """The tensor of one rank, on all of them."""
-    sent = tensor.to(_carrier(members, tensor.device)).contiguous()
-    if sent is tensor:
-        sent = sent.clone()
-    if sent.numel():
-        real = torch.view_as_real(sent) if sent.is_complex() else sent
-        dist.broadcast(real, dist.get_global_rank(members.group, source), group=members.group)
-    return sent.to(tensor.device)
+# --- torch.compile ----------------------------------------------------------------------------
+
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
-def send(members: Members, tensor: Tensor, to: int) -> None:
-    """Begin to send a tensor, and keep it alive until the send has completed."""
-    kept, place = members.session.kept, _carrier(members, tensor.device)
-    capturing = is_capturing(place)
-    while not capturing and kept and kept[0][0].is_completed():  # sends complete in order
-        kept.popleft()
-    if not tensor.numel():
-        return
-    sent = (tensor if tensor.device == place else tensor.to(place)).contiguous()
-    real = torch.view_as_real(sent) if sent.is_complex() else sent
-    work = members.group.send([real], to, 0)
-    if capturing:  # A CUDA graph has to wait for what it begins, and whether that has completed cannot be asked.
-        work.wait()
-    else:
-        kept.append((work, real))
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, at which torch.compile breaks the graph.
 
+    The compiler may give up tracing a frame, and run it as it is, while it goes on to trace the functions that the frame
+    calls. So the function is kept from the compiler wherever the compiler has been imported, and not only while it traces.
+    Elsewhere the import, which takes seconds, is saved.
+    """
+    hidden = _disable_dynamo(function)
 
-class Incoming(NamedTuple):
-    """A tensor that is being received."""
+    def call(*args: Any) -> Any:
+        if _is_compiling() or "torch._dynamo" in sys.modules:
+            return hidden(*args)
+        return function(*args)
 
-    work: Any
-    found: Tensor
-    device: torch.device
-
-    def wait(self) -> Tensor:
-        """The tensor. With gloo the CPU waits for it, with NCCL the GPU's current stream."""
-        if self.work is not None:
-            self.work.wait()
-        found = self.found
-        return found if found.device == self.device else found.to(self.device)
-
-
-def receive(
-    members: Members, shape: Sequence[int], dtype: torch.dtype, device: torch.device, source: int
-) -> Incoming:
-    """Begin to receive what ``source`` sends."""
-    found = torch.empty(tuple(shape), dtype=dtype, device=_carrier(members, device))
-    work = None
-    if found.numel():
-        real = torch.view_as_real(found) if found.is_complex() else found
-        work = members.group.recv([real], source, 0)
-    return Incoming(work, found, device)
-
-
-def begun(coming: Iterator[Incoming], passes_on: bool) -> Iterator[Incoming]:
-    """The receives of a call. If this rank passes no state on, all receives begin at once, so that data arrives while
-    kernels run: NCCL begins a receive only after the kernels that were on the stream before it. If this rank passes states
-    on, each receive begins when its state is needed, since a send may have to wait for receives that began before it."""
-    return coming if passes_on else iter([*coming])
-
-
-def finish(members: Members) -> None:
-    """Wait until sends from CPU memory have completed. Sends from a GPU continue without the CPU."""
-    kept = members.session.kept
-    if kept and kept[-1][1].device.type == "cpu":
-        for work, _ in kept:
-            work.wait()
-        kept.clear()
+    return call

@@ -19,9 +19,7 @@ kind, the other ranks see its header in the opening of their own call. When the 
   rows becomes NaN, and the first later call or backward pass that finds the comparison finished raises the error. No rank
   waits for missing data, as the opening is all that such a call exchanges.
 - The first call of a kind, and calls with packed sequences, always read the headers first. So do calls that have a further
-  collective after the opening. Exceptions are calls that pass states on and were agreed on before: they go on without
-  reading. If a rank fails in such a call, with NCCL, the others wait for its states until the group's timeout, or until their
-  next call raises the error.
+  collective after the opening.
 
 Ranks that make calls in different orders are detected in the same way, as the digest contains the operator. If a rank has
 stopped, or makes no call at all, the others' call ends by the group's timeout.
@@ -42,8 +40,19 @@ from torch import Tensor
 
 from scan_registry.distributed.group import Members, Session, all_gather, is_capturing, session
 from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
+from scan_registry.ops.derivatives import PLAIN_TYPES
+from scan_registry.ops.sharded import is_dtensor
 
-__all__ = ["Message", "Opened", "Opening", "agree", "check_unread", "opening_of"]
+__all__ = [
+    "Message",
+    "Opened",
+    "Opening",
+    "agree",
+    "check_local",
+    "check_unread",
+    "opening_of",
+    "refused",
+]
 
 Made = TypeVar("Made")
 
@@ -263,7 +272,7 @@ class Opening:
             state.unread.extend(earlier_calls)
             state.careful = False
             if kind not in state.agreed:
-                state.remember(kind, None)
+                state.remember(kind)
         else:
             equal = _compared(state, found, message, self.terms.operator)
         if not self.count:
@@ -398,3 +407,21 @@ def check_unread(members: Members) -> None:
         if not flag.value:
             state.unread.clear()  # one error is enough for all calls until now
             read_headers(headers, Terms(operator, ()))
+
+
+# --- Tensors that are refused -----------------------------------------------------------------
+
+
+def check_local(members: Members, function: str, **tensors: Any) -> None:
+    """Raise a ``TypeError`` if a tensor is a DTensor. The other ranks learn of it, as of any argument that is refused."""
+    for name, tensor in tensors.items():
+        if tensor is not None and type(tensor) not in PLAIN_TYPES and is_dtensor(tensor):
+            agree(members, refused(function, name, tensor), tensor.device)
+
+
+def refused(function: str, name: str, tensor: Any) -> TypeError:
+    """The error of this function of ``scan_registry.distributed``."""
+    return TypeError(
+        f"{name} is a DTensor with placements {tensor.placements}; distributed.{function} takes local tensors, each "
+        f"rank's own part: pass {name}.to_local(). The operators of scan_registry itself take DTensors"
+    )

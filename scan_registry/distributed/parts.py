@@ -1,6 +1,6 @@
-"""Where a rank's part of time lies among packed sequences.
+"""Where a rank's part of time lies among packed sequences, whose bounds all ranks pass.
 
-The module computes which sequences continue from an earlier part or into a later one, and which ranks hold them. It is pure
+The module checks the bounds, and computes which sequences continue from an earlier part or into a later one, and which ranks hold them. That is pure
 arithmetic on bounds and lengths. A scan in reverse is a forward scan in mirrored time, so the code treats forward scans and
 mirrors the result.
 """
@@ -10,7 +10,11 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 #: A range of steps: the first, and the one after the last, counted from the beginning of the part.
 Steps = tuple[int, int]
@@ -131,3 +135,46 @@ def _across(bounds: Sequence[int], time: int) -> int | None:
         return None
     number = bisect_right(bounds, time) - 1
     return None if bounds[number] == time else number
+
+
+# --- Bounds -----------------------------------------------------------------------------------
+
+
+def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
+    """The values of ``cu_seqlens``. They are checked, except that the last one is the number of steps of all ranks."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one sequence at least"
+        )
+    bounds = tuple(cu_seqlens.tolist())
+    wrong = None if bounds[0] == 0 else f"begins with {bounds[0]}"
+    for number, (one, following) in enumerate(pairwise(bounds), 1):
+        if one > following:
+            wrong = f"falls from {one} to {following} at index {number}"
+            break
+    if wrong:
+        raise ValueError(f"cu_seqlens {wrong}; it must rise from 0 to the steps of all ranks")
+    return bounds
+
+
+def check_steps(bounds: tuple[int, ...] | None, lengths: list[int]) -> None:
+    """Refuse bounds that do not end at the sum of the ranks' lengths."""
+    if bounds is not None and bounds[-1] != sum(lengths):
+        raise ValueError(
+            f"cu_seqlens ends with {bounds[-1]}; the ranks have {lengths} steps, {sum(lengths)} together"
+        )
+
+
+def compared(bounds: tuple[int, ...] | None) -> tuple[int, str]:
+    """The fields ``digest`` and ``spelled`` of the terms of a call with these bounds."""
+    if bounds is None:
+        return 0, ""
+    digest = int.from_bytes(blake2b(repr(bounds).encode(), digest_size=7).digest(), "little")
+    if len(bounds) <= 12:
+        return digest, f"cu_seqlens {list(bounds)}"
+    return (
+        digest,
+        f"cu_seqlens {list(bounds[:12])} and {len(bounds) - 12} more, hash of all {digest:x}",
+    )

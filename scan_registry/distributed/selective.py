@@ -1,9 +1,18 @@
-"""``selective_scan`` of a sequence whose time is cut between the ranks of a group."""
+"""``selective_scan`` of a sequence whose time is cut between the ranks of a group.
+
+Forward each rank scans its part twice. The first scan starts from zero and makes the part's summary: the product of the gates,
+and the last state. The second scan starts from the state before the part. Both scans work on chunks of the part at once
+(``selective_chunks``), unless sequences are packed.
+
+Backward nothing is read twice on a GPU, unless sequences are packed. The kernel ``adjoint``, which the backward pass of few
+channels runs in any case, tells what the gradient of the state before a part is, for any gradient of the state after it. Ranks
+exchange that, and the kernel ``backward`` goes on from the right gradients.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -11,41 +20,27 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import opening, parts
-from scan_registry.distributed.calibration import machine_of
-from scan_registry.distributed.decision import Schedule
+from scan_registry.distributed import parts, reduce
+from scan_registry.distributed import selective_chunks as chunks
+from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.linear import PLANS
-from scan_registry.distributed.linear_call import check_schedule, check_steps, compared, host_bounds
-from scan_registry.distributed.local_tensors import check_local
-from scan_registry.distributed.opening import Opened
-from scan_registry.distributed.selective_chunks import chunk_count
-from scan_registry.distributed.selective_cost import SelectiveChoice, SelectiveWork, choose
-from scan_registry.distributed.selective_reduce import Gathered
-from scan_registry.distributed.selective_run import (
-    MIXED,
-    REDUCE,
-    Run,
-    SelectiveScan,
-    most_pieces,
-    pieces_of,
-)
-from scan_registry.distributed.untraced import untraced
+from scan_registry.distributed.opening import check_local
+from scan_registry.distributed.reduce import Call, Tensors
 from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.arguments import as_bool
-from scan_registry.ops.derivatives import PLAIN_TYPES
+from scan_registry.ops.derivatives import unobserved
 from scan_registry.ops.selective_scan import selective_scan as scan_of_one
 from scan_registry.ops.selective_scan_arguments import Arguments, Options, normalised
-from scan_registry.ops.selective_scan_problems import has_kernels
+from scan_registry.ops.selective_scan_derivatives import first_derivative
 
 if TYPE_CHECKING:
-    from scan_registry.distributed.group import Group, Members
+    from scan_registry.distributed.group import Group
 
 __all__ = ["selective_scan"]
 
-_required = policy.required.get
 #: The tensors of a call in their order here.
-NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+_NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
 @overload
@@ -64,7 +59,6 @@ def selective_scan(
     group: Group = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: Literal[False] = False,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor: ...
 
@@ -85,7 +79,6 @@ def selective_scan(
     group: Group = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: Literal[True],
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -106,7 +99,6 @@ def selective_scan(
     group: Group = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
@@ -126,14 +118,14 @@ def selective_scan(
     group: Group = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
-    schedule: Schedule = "auto",
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The output of a selective scan along a time dimension that is cut between the ranks of a group.
 
     The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of time, in rank order. A part
     may have any length, including 0. The rules for ranks, gradients and errors are those of
-    ``scan_registry.distributed.linear_scan``.
+    ``scan_registry.distributed.linear_scan``. Forward, each rank scans its part twice, the first time for a summary that the
+    ranks exchange. Backward, a summary costs little on a GPU, and as much as the pass itself elsewhere.
 
     Args:
         u: this rank's part, as for ``scan_registry.selective_scan``.
@@ -152,12 +144,6 @@ def selective_scan(
         group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
         return_final_state: also return the state after the last step, or that of each packed sequence.
-        schedule: ``"reduce"`` scans each part twice forward, the first time for a summary, and exchanges summaries in one
-            all-gather; all ranks work at the same time. Backward a summary costs little on a GPU, and as much as the pass itself
-            elsewhere. ``"pass"`` passes states on from rank to rank. On GPUs the channels are then cut into pieces only if each
-            piece has rows (batch · channels) enough to fill a GPU. With fewer rows the ranks work one after another. ``"auto"``
-            takes the schedule that a cost model predicts to be the fastest, which
-            ``scan_registry.distributed.explain_selective_scan`` shows. Packed sequences are always passed on.
         backend: as for ``scan_registry.selective_scan``.
 
     Returns:
@@ -171,224 +157,91 @@ def selective_scan(
         NoKernelError: as for ``scan_registry.selective_scan``.
     """
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
-    how = delta_softplus, return_final_state, schedule, backend
-    return _selective_scan(tensors, group, cu_seqlens, *how)  # type: ignore[no-any-return]
+    return _selective_scan(tensors, group, cu_seqlens, delta_softplus, return_final_state, backend)  # type: ignore[no-any-return]
 
 
 @untraced
 def _selective_scan(
-    tensors: tuple[Any, ...],
-    group: Any,
-    cu_seqlens: Any,
-    softplus: Any,
-    final: Any,
-    schedule: Any,
-    backend: Any,
+    tensors: tuple[Any, ...], group: Any, cu_seqlens: Any, softplus: Any, final: Any, backend: Any
 ) -> Any:
     members = groups.resolve(group)
-    named = dict(zip(NAMES, tensors, strict=True))
+    named = dict(zip(_NAMES, tensors, strict=True))
     check_local(members, "selective_scan", **named, cu_seqlens=cu_seqlens)
     if members.size == 1:
-        _check_schedule(schedule, cu_seqlens)
         one: Any = scan_of_one
         named = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
         return one(*tensors[:8], softplus, tensors[8], **named)
-    key = plan = None
-    if cu_seqlens is None and all(t is None or type(t) in PLAIN_TYPES for t in tensors):
-        key = _key(tensors, softplus, final, schedule, backend)
-        plan = _planned(members, key)
-    if plan is not None:
-        run, mine = plan
-        given = _converted(tensors)
-        with torch.no_grad():
-            gathered = run.open(given, read=torch.is_grad_enabled() and not mine)
-    else:
-        how = softplus, final, schedule, backend
-        try:
-            given, bounds, terms = prepared(tensors, cu_seqlens, *how, "selective_scan")
-        except Exception as error:
-            device = tensors[0].device if isinstance(tensors[0], Tensor) else None
-            opening.agree(members, error, device)
-            raise
-        mine = terms.local[1]
-        given, run, gathered = _agreed(members, given, bounds, terms, Options(softplus, backend))
-        if key is not None and _is_converted(tensors, given):
-            plans = members.session.plans
-            if len(plans) >= PLANS:
-                plans.clear()
-            plans[key] = run, mine
-    if mine or any(numbers[1] for numbers in gathered.opened.local or ()):
-        anchor = None if mine else torch.zeros((), device="cpu", requires_grad=True)
-        out, last = SelectiveScan.apply(*given, anchor, run, gathered)  # type: ignore[no-untyped-call]
-    else:
-        with torch.no_grad():
-            out, last, _ = run.forward(given, False, gathered)
-    return (out, last) if run.final else out
+    options = softplus, final, backend
+    prepare = partial(_prepared, members, tensors, cu_seqlens, *options)
+    name = "selective_scan"
+    out, last = reduce.scan(members, name, tensors, cu_seqlens, options, prepare, _converted)
+    return out if last is None else (out, last)
 
 
-# --- Agreement --------------------------------------------------------------------------------
+# --- Arguments --------------------------------------------------------------------------------
 
 
-def _agreed(
-    members: Members, given: Arguments, bounds: Any, terms: Terms, options: Options
-) -> tuple[Arguments, Run, Gathered]:
-    """Agree with the other ranks on the call and its schedule, and with "reduce" exchange the summaries."""
-    state, common = members.session, dict(terms.common)
-    mode = state.agreed.get(terms.kind)
-    unsure = torch.is_grad_enabled() and not terms.local[1]
-    local, part = None, parts.whole(members.rank, members.size)
-    if mode is None or bounds is not None:
-        local = opening.agree(members, terms, given.u.device)
-        lengths = [numbers[0] for numbers in local]
-        if mode is None:
-            mode = most_pieces(given, members.size)
-            if bounds is None:
-                mode = _decided(members, given, terms, lengths, options)
-            state.remember(terms.kind, mode)
-        if bounds is not None:
-            check_steps(bounds, lengths)
-            part = parts.packed(bounds, lengths, members.rank, False)
-            given = given._replace(cu_seqlens=torch.tensor(part.bounds, device=given.u.device))
-    pieces = pieces_of(given, max(1, mode))
-    shape = given.u.shape[0], *given.A.shape
-    dtype = reference.state_dtype(given.u.dtype, given.A.dtype)
-    run = Run(
-        *(members, terms, options, part, common["return_final_state"], shape, dtype),
-        *(given.u.device, mode, pieces, _required()),
-    )
-    with torch.no_grad():
-        if local is None:
-            return given, run, run.open(given, read=unsure)
-        if mode == REDUCE:
-            opened, summary = run.gather(given, read=unsure)
-            return given, run, Gathered(opened._replace(local=local), summary)
-    return given, run, Gathered(Opened(local))
-
-
-def _decided(
-    members: Members, given: Arguments, terms: Terms, lengths: list[int], options: Options
-) -> int:
-    """The mode of the run. The first rank's choice counts, as machines may differ."""
-    mine = mode_of(selective_choice(members, given, lengths, dict(terms.common), options))
-    said = Terms("the schedule of selective_scan", terms.common, (mine,))
-    return int(opening.agree(members, said, given.u.device)[0][0])
-
-
-def selective_choice(
-    members: Members,
-    given: Arguments,
-    lengths: Sequence[int],
-    common: dict[str, Any],
-    options: Options,
-) -> SelectiveChoice:
-    """This rank's choice of the schedule, with its reasons."""
-    pieces = len(pieces_of(given, most_pieces(given, members.size)))
-    work = SelectiveWork(
-        steps=tuple(lengths),
-        rows=given.u.shape[0] * given.u.shape[1],
-        states=given.A.shape[1],
-        itemsize=given.u.element_size(),
-        softplus=options.softplus,
-        kernels=given.u.is_cuda and options.backend != "reference" and has_kernels(given),
-        recorded=torch.is_grad_enabled(),
-        pieces=pieces,
-        chunks=chunk_count(given),
-    )
-    return choose(work, machine_of(members.group, given.u.device), common["schedule"])
-
-
-def mode_of(choice: SelectiveChoice) -> int:
-    """What a run is told of a choice."""
-    return {"reduce": REDUCE, "mixed": MIXED}.get(choice.schedule, choice.pieces)
-
-
-def _key(tensors: tuple[Any, ...], *options: Any) -> Any:
-    """All that ``prepared`` depends on, where nothing is packed."""
-    facts = [None if t is None else (t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
-    kinds = [type(option) for option in options]
-    return ("selective_scan", *options, *kinds, *facts, torch.is_grad_enabled(), _required())
-
-
-def _planned(members: Members, key: Any) -> Any:
-    """The run of calls that the ranks have agreed on before, and whether this rank wants gradients."""
-    state = members.session
-    try:
-        plan = state.plans.get(key)
-    except TypeError:  # an option without a hash, which is refused later
-        return None
-    if plan is None or state.agreed.get(plan[0].terms.kind) != plan[0].mode:
-        return None
-    return plan
-
-
-def _converted(tensors: tuple[Any, ...]) -> Arguments:
-    """The arguments as ``normalised`` converts them, if no dtype changes."""
-    u, delta, A, B, C, *others, initial = tensors
+def _converted(tensors: tuple[Any, ...]) -> Tensors:
+    """The tensors as ``normalised`` converts them, if no dtype changes."""
+    u, delta, A, B, C, *others = tensors
     projections = [t.unsqueeze(1) if t.dim() == 3 else t for t in (B, C)]
-    return Arguments._make((u, delta, A, *projections, *others, initial, None))
+    return (u, delta, A, *projections, *others)
 
 
-def _is_converted(tensors: tuple[Any, ...], given: Arguments) -> bool:
-    """Whether ``_converted`` converts these arguments."""
-    pairs = zip(tensors, given.differentiable, strict=True)
-    return all(other is None or one.dtype == other.dtype for one, other in pairs)
-
-
-def prepared(
-    tensors: tuple[Any, ...],
+def _prepared(
+    members: Members,
+    every: tuple[Any, ...],
     cu_seqlens: Any,
     softplus: Any,
     final: Any,
-    schedule: Any,
     backend: Any,
-    operator: str,
-) -> tuple[Arguments, tuple[int, ...] | None, Terms]:
-    """The checked arguments, the bounds along the time of all ranks, and the terms that ranks compare."""
+) -> Call:
+    """The checked arguments, with the terms that ranks compare."""
     as_bool("return_final_state", final)
-    _check_schedule(schedule, cu_seqlens)
-    u, delta, A, B, C, D, z, delta_bias, initial = tensors
-    given = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
+    u, delta, A, B, C, D, z, delta_bias, initial = every
+    arguments = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
     bounds = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
-        bounds = host_bounds(cu_seqlens)
+        bounds = parts.host_bounds(cu_seqlens)
     if initial is not None:
-        given = given._replace(initial_state=_initial(initial, given, bounds))
-    batch, channels, time = given.u.shape
-    shapes = {"u": (batch, channels, "T"), "A": tuple(given.A.shape)}
+        arguments = arguments._replace(initial_state=_initial(initial, arguments, bounds))
+    u, A, tensors = arguments.u, arguments.A, arguments.differentiable
+    batch, channels, time = u.shape
+    shapes = {"u": (batch, channels, "T"), "A": tuple(A.shape)}
     for name in "BC":
-        projection = getattr(given, name)
+        projection = getattr(arguments, name)
         # Without time, which is the last of four dimensions.
         shapes[name] = tuple(projection.shape)[: projection.dim() // 4 * 3 or 2]
-    names = [name for name in ("D", "z", "delta_bias") if getattr(given, name) is not None]
+    names = [name for name in ("D", "z", "delta_bias") if getattr(arguments, name) is not None]
+    recording = torch.is_grad_enabled()
     common = (
         *((name, f"({', '.join(map(str, shape))})") for name, shape in shapes.items()),
-        ("dtype", str(given.u.dtype).removeprefix("torch.")),
-        ("of A", str(given.A.dtype).removeprefix("torch.")),
-        ("on", given.u.device.type),
+        ("dtype", str(u.dtype).removeprefix("torch.")),
+        ("of A", str(A.dtype).removeprefix("torch.")),
+        ("on", u.device.type),
         ("with", " ".join(names) or None),
         ("delta_softplus", bool(softplus)),
         ("initial_state", None if initial is None else "given"),
         ("cu_seqlens", None if bounds is None else "given"),
         ("return_final_state", bool(final)),
-        ("schedule", schedule),
-        ("gradients", "recorded" if torch.is_grad_enabled() else "not recorded"),
+        ("gradients", "recorded" if recording else "not recorded"),
     )
-    wants = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in given.differentiable
-    )
-    digest, spelled = compared(bounds)
-    local = time, int(wants)
-    return given, bounds, Terms(operator, common, local, 0, digest, spelled)
+    wants = recording and any(t is not None and t.requires_grad for t in tensors)
+    digest, spelled = parts.compared(bounds)
+    terms = Terms("selective_scan", common, (time, int(wants)), 0, digest, spelled)
 
-
-def _check_schedule(schedule: Any, cu_seqlens: Any) -> None:
-    check_schedule(schedule)
-    if schedule == "reduce" and cu_seqlens is not None:
-        raise ValueError(
-            "schedule is 'reduce', and cu_seqlens is given; packed sequences take 'pass' or 'auto'"
+    def run(part: parts.Part, cut: Tensor | None, required: Any) -> Run:
+        return Run(
+            *(members, terms, Options(softplus, backend), tuple(u.shape), u.dtype, u.device),
+            *((batch, *A.shape), -3, reference.state_dtype(u.dtype, A.dtype), bool(final), False),
+            *(bounds, part, cut, required),
         )
+
+    pairs = zip(every, tensors, strict=True)
+    reusable = all(other is None or one.dtype == other.dtype for one, other in pairs)
+    return Call(tensors, bounds, terms, False, run, reusable)
 
 
 def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
@@ -411,3 +264,159 @@ def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> 
             f"initial_state has dtype {initial.dtype}, which does not go with states of {state}"
         )
     return initial.to(state)
+
+
+# --- Passes -----------------------------------------------------------------------------------
+
+
+class Summary(NamedTuple):
+    """What the chunks of some steps make of the states before them, (batch, count, channels, states) both."""
+
+    products: Tensor
+    totals: Tensor
+
+    def write(self, row: Tensor, *, backward: bool = False) -> None:
+        """Write the summary of all chunks together into a vector."""
+        half = row.numel() // 2
+        row[:half].copy_(self.products.prod(1).reshape(-1))
+        row[half:].copy_(chunks.total(*self, backward=backward).reshape(-1))
+
+
+class Run(reduce.Run):
+    """``tensors`` are those of ``_NAMES``. The backward pass needs all of them, the states that the chunks started from, and
+    the kernel's checkpoints."""
+
+    options: Options
+
+    def summary(self, tensors: Any, row: Tensor) -> Summary:
+        arguments = _steps(Arguments._make((*tensors, None)), self.part.tail)
+        made = _summary(arguments._replace(initial_state=None), self.options)
+        made.write(row)
+        return made
+
+    def scan(
+        self, tensors: Any, entered: Tensor | None, summary: Summary | None, wants: int
+    ) -> tuple[Tensor, Tensor | None, Tensors]:
+        arguments, count = Arguments._make((*tensors, self.bounds)), 1
+        if self.bounds is None and summary is not None:
+            count = summary.products.shape[1]
+            if count > 1:
+                entered = chunks.entering(*summary, entered).flatten(0, 1)
+        every = chunks.chunks_of(arguments, count, entered)
+        made = plans.forward(every, self.options, bool(wants))
+        out = chunks.joined(made.out, count)
+        if count > 1:  # No view: users could not change a view that a function returns in place.
+            out = out.detach()
+        return out, made.last, (*tensors, entered, made.checkpoints)
+
+    def zeros(self, saved: Any) -> Tensor:
+        return torch.zeros_like(saved[0])
+
+    def _chunks(self, saved: Any, out_grad: Tensor) -> tuple[int, Arguments, Tensor]:
+        """The number of chunks, the arguments of all, and the gradients of their outputs."""
+        *tensors, entered, _ = saved
+        batch = tensors[0].shape[0]
+        count = 1 if entered is None or not batch else entered.shape[0] // batch
+        every = chunks.chunks_of(Arguments._make((*tensors, self.bounds)), count, entered)
+        return count, every, chunks.chunked(out_grad, count)
+
+    def backward_summary(
+        self, saved: Any, out_grad: Tensor, row: Tensor
+    ) -> tuple[Summary, plans.Adjoints | None]:
+        count, every, grad = self._chunks(saved, out_grad)
+        checkpoints, head = saved[-1], self.part.head
+        if self.bounds is not None:
+            every, grad = _steps(every._replace(initial_state=None), head), _cut(grad, head)
+            checkpoints = checkpoints.new_empty(0)
+        with policy.as_required(self.required):
+            made = _backward_summary(every, checkpoints, grad, self.options, count)
+        made[0].write(row, backward=True)
+        return made
+
+    def gradients(
+        self,
+        saved: Any,
+        out_grad: Tensor,
+        behind: Tensor | None,
+        summary: tuple[Summary, plans.Adjoints | None] | None,
+        wanted: tuple[bool, ...],
+    ) -> Tensors:
+        count, every, grad = self._chunks(saved, out_grad)
+        adjoints = None
+        if self.bounds is None and summary is not None:
+            of_chunks, adjoints = summary
+            if count > 1:
+                behind = chunks.entering(*of_chunks, behind, backward=True).flatten(0, 1)
+        exists = tuple(
+            w and t is not None for w, t in zip(wanted, every.differentiable, strict=True)
+        )
+        with policy.as_required(self.required):
+            tensors = every, saved[-1], grad, behind
+            if unobserved(*every, grad, behind):
+                grads = plans.backward(*tensors, self.options, exists, adjoints)
+            else:
+                grads = first_derivative(*tensors, self.options, exists)
+        arguments = Arguments._make((*saved[:-2], None))
+        grads = chunks.of_whole(grads, arguments, count)
+        pairs = zip(grads, arguments.differentiable, strict=True)
+        return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in pairs)
+
+    def differentiable(
+        self, saved: Any, out_grad: Any, last_grad: Any, wanted: Any, number: int
+    ) -> NoReturn:
+        error = RuntimeError(
+            "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
+            "scan_registry.distributed.linear_scan has second ones"
+        )
+        self.backward_opening.exchange(number, error=error)
+        raise error
+
+
+def _steps(arguments: Arguments, steps: parts.Steps | None) -> Arguments:
+    """The arguments of a range of steps, of one sequence; all steps for None."""
+    u, delta, A, B, C, D, z, bias, initial, _ = arguments
+    if steps is None:
+        return arguments._replace(cu_seqlens=None)
+    begin, end = steps
+    pairs = (
+        (2 * begin, 2 * end) if A.is_complex() else steps
+    )  # complex numbers are pairs along time
+    B, C = (_cut(x, pairs) if x.dim() == 4 else x for x in (B, C))
+    u, delta, z = (_cut(x, steps) for x in (u, delta, z))
+    return Arguments(u, delta, A, B, C, D, z, bias, initial, None)
+
+
+def _cut(x: Any, steps: parts.Steps | None) -> Any:
+    return x if x is None or steps is None else x.narrow(-1, steps[0], steps[1] - steps[0])
+
+
+def _summary(arguments: Arguments, options: Options) -> Summary:
+    """The summary of a forward pass: a scan from zero, whose output is not used."""
+    count = chunks.chunk_count(arguments)
+    every = chunks.chunks_of(arguments._replace(D=None, z=None), count, None)
+    totals = plans.forward(every, options, False).last
+    products = chunks.decays(chunks.summed_sizes(every, options), arguments.A)
+    return Summary(*(x.unflatten(0, (-1, count)) for x in (products, totals)))
+
+
+def _backward_summary(
+    every: Arguments, checkpoints: Tensor, out_grad: Tensor, options: Options, count: int
+) -> tuple[Summary, plans.Adjoints | None]:
+    """The summary of a backward pass, of chunks in the opposite order; and what the kernel has found, if there is one."""
+    adjoints = plans.adjoint(every, out_grad, options)
+    if adjoints is None:
+        # A whole backward pass, for the sake of one of its results.
+        of_states = every
+        if every.initial_state is None:
+            wide = reference.state_dtype(every.u.dtype, every.A.dtype)
+            zeros = torch.zeros(plans.state_shape(every), dtype=wide, device=every.A.device)
+            of_states = every._replace(initial_state=zeros)
+        wanted = (False,) * 8 + (True,)
+        totals = first_derivative(of_states, checkpoints, out_grad, None, options, wanted)[8]
+        assert totals is not None
+        products = chunks.decays(chunks.summed_sizes(every, options), every.A.conj())
+    else:
+        decays = chunks.decays(adjoints.sizes, every.A)
+        totals = chunks.total(decays, adjoints.gradients, backward=True)
+        products = chunks.decays(adjoints.sizes.sum(1), every.A)
+    return Summary(*(x.unflatten(0, (-1, count)) for x in (products, totals))), adjoints

@@ -1,16 +1,28 @@
-"""``scan_summary``: the affine map of a part of a sequence, for users who write their own scan over ranks."""
+"""The affine map of a part of a linear scan: for users, who may write their own scan over ranks, and as a row to exchange.
+
+A row holds the map of a range of steps: the products of the gates, then the last states of a scan that starts from zero. In the
+backward pass it is the map from the gradient behind the steps to the gradient before them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.distributed.local_tensors import refused
-from scan_registry.ops.derivatives import PLAIN_TYPES
+from scan_registry.distributed.opening import refused
+from scan_registry.distributed.parts import Steps
+from scan_registry.ops import plans
+from scan_registry.ops.arguments import Options
+from scan_registry.ops.derivatives import PLAIN_TYPES, unobserved
+from scan_registry.ops.launching import plan_cache
 from scan_registry.ops.linear_scan_summary import linear_scan_summary
+from scan_registry.ops.problems import StateLayout, make_summary_call
 from scan_registry.ops.sharded import is_dtensor
 
-__all__ = ["scan_summary"]
+__all__ = ["backward_row", "forward_row", "scan_summary", "summary_into"]
 
 
 def scan_summary(
@@ -49,3 +61,110 @@ def scan_summary(
         if type(tensor) not in PLAIN_TYPES and is_dtensor(tensor):
             raise refused("scan_summary", name, tensor)
     return linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)
+
+
+# --- Rows -------------------------------------------------------------------------------------
+
+
+def cut(x: Tensor, dim: int, begin: int, count: int) -> Tensor:
+    """``count`` elements of ``x`` along ``dim``, from ``begin`` on. ``x`` itself if it broadcasts along ``dim``, which is
+    negative."""
+    if x.dim() < -dim or x.shape[dim] == 1 or (begin == 0 and x.shape[dim] == count):
+        return x
+    return x.narrow(dim, begin, count)
+
+
+def _stretch(gates: Tensor, tokens: Tensor, dim: int, steps: Steps | None) -> tuple[Tensor, Tensor]:
+    """The gates and tokens of a range of steps. Gates that broadcast along time are not cut."""
+    time = tokens.shape[dim]
+    begin, end = (0, time) if steps is None else steps
+    inputs = tokens if end - begin == time else tokens.narrow(dim, begin, end - begin)
+    return cut(gates, dim, begin, end - begin) if time > 1 else gates, inputs
+
+
+def forward_row(
+    row: Tensor, gates: Tensor, tokens: Tensor, options: Options, steps: Steps | None
+) -> None:
+    """Write the summary of ``steps`` (all steps if None) into ``row``: the products of gates, then the last states from
+    zero."""
+    summary_into(row, *_stretch(gates, tokens, options.dim, steps), options)
+
+
+def backward_row(
+    row: Tensor, gates: Tensor, grad: Tensor, options: Options, steps: Steps | None
+) -> None:
+    """Write the backward summary of ``steps`` (all steps if None) into ``row``. ``grad`` is the gradient of the states.
+
+    The vector holds the products of gates, then the gradients before the steps if the gradient behind them is zero. They are
+    computed from the recurrence λ[t] = grad[t] + conj(gates[t+1]) * λ[t+1]. It needs no product of gates and gradients in
+    advance: its kernel reads both tensors in place, with gates shifted by one step.
+    """
+    dim, reverse = options.dim, options.reverse
+    gates, grad = _stretch(gates, grad, dim, steps)
+    count = grad.shape[dim]
+    if gates.is_complex():
+        gates = gates.conj().resolve_conj()
+    half = row.numel() // 2
+    if count == 0:
+        row[:half].fill_(1)
+        row[half:].zero_()
+        return
+    # In the order of the forward scan.
+    first, last, later, sooner = (count - 1, 0, 0, 1) if reverse else (0, count - 1, 1, 0)
+    summary_into(
+        row,
+        cut(gates, dim, later, count - 1) if count > 1 else gates,
+        grad.narrow(dim, sooner, count - 1),
+        options._replace(reverse=not reverse),
+    )
+    behind = grad.select(dim, last)
+    both = row.view(2, *behind.shape)
+    products, totals = both.unbind()
+    totals.addcmul_(products, behind.to(row.dtype))
+    both.mul_(_step(gates, dim, first))
+
+
+def _step(gates: Tensor, dim: int, step: int) -> Tensor:
+    """The gates of one step, which broadcast to a state."""
+    if gates.dim() < -dim:
+        return gates
+    return gates.select(dim, 0 if gates.shape[dim] == 1 else step)
+
+
+def summary_into(row: Tensor, gates: Tensor, tokens: Tensor, options: Options) -> None:
+    """Write the summary into a vector: the products of gates, then the last states from zero, in the order of a state."""
+    if unobserved(gates, tokens):
+        plan_cache.run(_plan_summary, (gates, tokens, row), options)
+        return
+    dim, reverse, _, backend = options
+    found = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)  # type: ignore[arg-type]
+    for place, made in zip(row.chunk(2), found, strict=True):
+        place.view(made.shape).copy_(made)
+
+
+def _plan_summary(
+    gates: Tensor, tokens: Tensor, row: Tensor, options: Options
+) -> Callable[..., None]:
+    room, count = StateLayout.of(tokens, options.dim, None), row.numel() // 2
+
+    def copied(gates: Tensor, tokens: Tensor, row: Tensor) -> None:
+        found = plans.summary(gates, tokens, options)
+        for place, made in zip(row.view(2, *room.shape), found, strict=True):
+            place.copy_(made)
+
+    in_order = room.strides == torch.empty(room.shape, device="meta").stride()
+    # Each half is a tensor of its own to a kernel, and starts where new tensors start.
+    aligned = row.data_ptr() % 16 == 0 and count * row.element_size() % 16 == 0
+    if tokens.numel() == 0 or tokens.is_cpu or options.backend == "reference":
+        return copied
+    call = make_summary_call(gates, tokens, options.dim, options.reverse)
+    run = plans.runner(call.problem, tokens.device, options.backend)
+    if not callable(run) or call.copied or not in_order or not aligned:
+        return copied
+    launch = run
+
+    def plan(gates: Tensor, tokens: Tensor, row: Tensor) -> None:
+        halves = {"final_gate": row[:count], "final_state": row[count:]}
+        launch({"gates": gates, "tokens": tokens, **halves})
+
+    return plan

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import distributed, linear_scan
-from scan_registry.distributed import linear, opening
+from scan_registry.distributed import opening
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Case:
     lengths: tuple[int, ...]
     dim: int = -1
     reverse: bool = False
-    schedule: str = "reduce"
     initial: bool = False
     final: bool = False
     bounds: tuple[float, ...] | None = None  # in parts of the whole time
@@ -98,10 +97,8 @@ def _part_of_reset(everything: Whole, case: Case, ranks: int, rank: int) -> Tens
 
 def compare(rank: int, ranks: int, group: Any, *cases: Case) -> None:
     for case in cases:
-        pieces = 3 if case.schedule == "pass" else 0
         try:
-            with patch.object(linear, "pieces_of", lambda choice, pieces=pieces: pieces):
-                _compare(rank, ranks, group, case)
+            _compare(rank, ranks, group, case)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
 
@@ -148,7 +145,7 @@ def _compare_with(
     mine = [part(x, case, ranks, rank).requires_grad_() for x in given[:2]]
     if given[2] is not None:
         mine.append(given[2].clone().requires_grad_())
-    got = distributed.linear_scan(*mine, group=group, schedule=case.schedule, **how)
+    got = distributed.linear_scan(*mine, group=group, **how)
     here, end = got if case.final else (got, None)
     close(here, part(states, case, ranks, rank))
     loss = (here * part(everything.states_grad, case, ranks, rank).conj()).sum().real
@@ -201,7 +198,7 @@ def _compare_second(rank: int, ranks: int, group: Any, case: Case) -> None:
     if given[2] is not None:
         mine.append(given[2].clone().requires_grad_())
     found = derivatives(
-        lambda *xs: distributed.linear_scan(*xs, group=group, schedule=case.schedule, **how),
+        lambda *xs: distributed.linear_scan(*xs, group=group, **how),
         mine,
         part(everything.states_grad, case, ranks, rank),
         share=(rank + 1) / sum(range(1, ranks + 1)),
@@ -261,14 +258,13 @@ def some_gradients(rank: int, ranks: int, group: Any) -> None:
     tokens = everything.tokens.clone().requires_grad_()
     states = linear_scan(everything.gates, tokens)
     (wanted,) = torch.autograd.grad((states * everything.states_grad).sum(), tokens)
-    for schedule in ("reduce", "pass"):
-        mine = part(everything.tokens, case, ranks, rank).requires_grad_(rank == 0)
-        gates = part(everything.gates, case, ranks, rank)
-        here = distributed.linear_scan(gates, mine, group=group, schedule=schedule)
-        assert here.requires_grad
-        (here * part(everything.states_grad, case, ranks, rank)).sum().backward()
-        if rank == 0:
-            close(mine.grad, part(wanted, case, ranks, rank))
+    mine = part(everything.tokens, case, ranks, rank).requires_grad_(rank == 0)
+    gates = part(everything.gates, case, ranks, rank)
+    here = distributed.linear_scan(gates, mine, group=group)
+    assert here.requires_grad
+    (here * part(everything.states_grad, case, ranks, rank)).sum().backward()
+    if rank == 0:
+        close(mine.grad, part(wanted, case, ranks, rank))
     with torch.no_grad():
         assert not distributed.linear_scan(gates, mine, group=group).requires_grad
 
@@ -279,18 +275,13 @@ def modes(rank: int, ranks: int, group: Any) -> None:
     recorded = torch.rand(5, 7, requires_grad=True)
     found = []
     with patch.object(opening, "_reading_waits", lambda place: True):
-        for schedule in ("reduce", "pass"):
-            for _ in range(2):
-                with torch.inference_mode():
-                    found.append(
-                        distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
-                    )
-                with torch.no_grad():
-                    found.append(
-                        distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
-                    )
-                states = distributed.linear_scan(gates, recorded, group=group, schedule=schedule)
-                torch.autograd.grad(states.sum(), recorded)
+        for _ in range(2):
+            with torch.inference_mode():
+                found.append(distributed.linear_scan(gates, tokens, group=group))
+            with torch.no_grad():
+                found.append(distributed.linear_scan(gates, tokens, group=group))
+            states = distributed.linear_scan(gates, recorded, group=group)
+            torch.autograd.grad(states.sum(), recorded)
     for each in found:
         close(each, found[0])
 
@@ -331,7 +322,6 @@ def draw_cases(count: int, seed: int) -> list[Case]:
                 lengths,
                 dim,
                 reverse=drawn.random() < 0.5,
-                schedule=drawn.choice(["reduce", "pass", "auto"]),
                 initial=drawn.random() < 0.6,
                 final=drawn.random() < 0.6,
                 bounds=bounds,

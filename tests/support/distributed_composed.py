@@ -28,21 +28,16 @@ def _gated(x: Tensor, group: Any) -> Tensor:
     return distributed.gated_scan("rg_lru", x.sin(), x, x, a, group=group).tanh()
 
 
-def _selective(x: Tensor, group: Any, schedule: Any = "auto") -> Tensor:
+def _selective(x: Tensor, group: Any) -> Tensor:
     u, rates = x.sin(), -x.detach()[0, :, :3].exp()
     B, C = x[:, :3], x[:, 1:]
-    return distributed.selective_scan(u, x, rates, B, C, group=group, schedule=schedule).tanh()
-
-
-def _selective_reduced(x: Tensor, group: Any) -> Tensor:
-    return _selective(x, group, "reduce")
+    return distributed.selective_scan(u, x, rates, B, C, group=group).tanh()
 
 
 SCANS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "linear_scan": _linear,
     "gated_scan": _gated,
     "selective_scan": _selective,
-    "selective_scan, reduce": _selective_reduced,
 }
 
 

@@ -45,29 +45,27 @@ def _selective(function: Any, u: Any, delta: Any, B: Any, C: Any, A: Any, state:
     return function(u, delta, -A, B, C, initial_state=state, **how)
 
 
-_SCHEDULES = [{"schedule": schedule} for schedule in ("reduce", "pass")]
-_SCANS = [{"schedule": "reduce"}, {"schedule": "pass", "reverse": True}]
+_DIRECTIONS: list[dict[str, Any]] = [{}, {"reverse": True}]
 _ROWS = BATCH, CHANNELS
 _STATES = _ROWS, (*_ROWS, SEQUENCES)
 OPERATORS = {
     "linear_scan": Operator(
         *([_ROWS, _ROWS], [], _STATES),
         lambda function, *tensors, **how: function(*tensors, **how),
-        *(_SCANS, True),
+        *(_DIRECTIONS, True),
     ),
     "gated_scan": Operator(
         *([_ROWS, _ROWS], [], _STATES),
         lambda function, *tensors, **how: function(
             "min_gru", *tensors[:-1], initial_state=tensors[-1], **how
         ),
-        *(_SCANS, True),
+        *(_DIRECTIONS, True),
     ),
     "selective_scan": Operator(
         [_ROWS, _ROWS, (BATCH, STATES), (BATCH, STATES)],
         [(CHANNELS, STATES)],
         ((*_ROWS, STATES), (BATCH, SEQUENCES, CHANNELS, STATES)),
         _selective,
-        _SCHEDULES,
         twice=False,
     ),
     "causal_conv1d": Operator(
@@ -84,8 +82,6 @@ def check(rank: int, ranks: int, group: Any, name: str, packed: bool) -> None:
     """Every cut and way of an operator, with and without initial state, final state and resets."""
     operator = OPERATORS[name]
     for lengths, way, every in product(CUTS, operator.ways, (False, True)):
-        if packed and way.get("schedule") == "reduce" and name == "selective_scan":
-            continue  # packed sequences are always passed on
         try:
             _compare(rank, group, name, lengths, way, packed, every)
         except AssertionError as error:
@@ -137,10 +133,8 @@ def _compare(
         again = sum((grad * each).sum() for grad, each in zip(firsts, scaled, strict=True))
         return results, firsts, torch.autograd.grad(again, leaves)
 
-    one = {key: value for key, value in how.items() if key != "schedule"}
-    how, over_ranks = one, how
     wanted = derivatives(getattr(scan_registry, name), tensors, lambda x: x, 1)
-    how = {**over_ranks, "group": group}
+    how["group"] = group
     local = [mine(each) if n < count else each for n, each in enumerate(tensors)]
     found = derivatives(getattr(distributed, name), local, mine, float(rank == 0))
     for number, (here, whole) in enumerate(zip(found[0], wanted[0], strict=True)):

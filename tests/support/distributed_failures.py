@@ -47,8 +47,8 @@ def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[
         "mismatch": ({"gates": torch.rand(5, 4)}, {}),
         "no tensor": ({"tokens": None}, {}),
         "initial_state": ({}, {"initial_state": torch.zeros(2)}),
-        "schedule": ({"schedule": "pass"}, {"schedule": "reduce"}),
-        "option": ({"schedule": "quick"}, {}),
+        "reverse": ({"reverse": True}, {}),
+        "option": ({"backend": "quick"}, {}),
         "cu_seqlens": (
             {"cu_seqlens": torch.tensor([0, 2, 4 * ranks])},
             {"cu_seqlens": torch.tensor(bounds)},
@@ -80,10 +80,10 @@ def without_memory(
     def call() -> torch.Tensor:
         if operator == "selective_scan":
             given = x, x, -torch.rand(4, 2), *shared
-            return distributed.selective_scan(*given, group=group, schedule="reduce")
+            return distributed.selective_scan(*given, group=group)
         if operator == "causal_conv1d":
             return distributed.causal_conv1d(x, torch.rand(4, 3), group=group)
-        return distributed.linear_scan(x, x, group=group, schedule="reduce")
+        return distributed.linear_scan(x, x, group=group)
 
     def fails(self: Opening) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -172,13 +172,13 @@ def killed(rank: int, ranks: int, group: Any) -> str:
     return ""
 
 
-def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: bool) -> str:
+def killed_in_backward(rank: int, ranks: int, group: Any, early: bool) -> str:
     """The middle rank is killed in its backward pass: before the other ranks hear of it, or else when it has told them that
     it takes part. The errors of the others' calls."""
     gates, tokens = (torch.rand(2, 4, requires_grad=True) for _ in range(2))
 
     def both() -> None:
-        distributed.linear_scan(gates, tokens, group=group, schedule=schedule).sum().backward()  # type: ignore[call-overload]
+        distributed.linear_scan(gates, tokens, group=group).sum().backward()
 
     both()
     exchange = Opening._exchange
@@ -188,7 +188,7 @@ def killed_in_backward(rank: int, ranks: int, group: Any, schedule: str, early: 
         os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)  # type: ignore[call-overload]
+    states = distributed.linear_scan(gates, tokens, group=group)
     if rank == ranks // 2:
         Opening._exchange = last  # type: ignore[method-assign]
     for call in (states.sum().backward, both):

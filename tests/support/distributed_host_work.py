@@ -1,4 +1,4 @@
-"""Counts what a call over ranks does on the CPU: torch's operators, collectives and messages, and reads of a device's values."""
+"""Counts what a call over ranks does on the CPU: torch's operators, collectives, and reads of a device's values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import distributed
-from scan_registry.distributed import opening, selective_run
+from scan_registry.distributed import opening
 from scan_registry.ops import derivatives
 
 #: Operators whose result is a number of the CPU, or has a size that the values decide.
@@ -78,13 +78,12 @@ def steady(rank: int, ranks: int, group: Any, operator: str, final: bool) -> lis
         return torch.rand(shape, requires_grad=True)
 
     how: Any = {"group": group, "return_final_state": final}
-    if operator in ("selective_scan", "selective_scan, reduce"):
+    if operator == "selective_scan":
         inputs = [sequence(1, 8, 6), sequence(1, 8, 6)]
         A, B, C = -torch.rand(8, 2), torch.rand(1, 2, 6), torch.rand(1, 2, 6)
 
         def call() -> Any:
-            schedule: Any = "pass" if operator == "selective_scan" else "reduce"
-            return distributed.selective_scan(*inputs, A, B, C, schedule=schedule, **how)
+            return distributed.selective_scan(*inputs, A, B, C, **how)
     elif operator == "causal_conv1d":
         inputs = [sequence(1, 8, 6), sequence(8, 4)]
 
@@ -94,10 +93,9 @@ def steady(rank: int, ranks: int, group: Any, operator: str, final: bool) -> lis
         inputs = [sequence(1, 6, 8), sequence(1, 6, 8)]
 
         def call() -> Any:
-            return distributed.linear_scan(*inputs, dim=1, schedule=operator, **how)
+            return distributed.linear_scan(*inputs, dim=1, **how)
 
-    waits = patch.object(opening, "_reading_waits", lambda place: True)
-    with waits, patch.object(selective_run, "MOST", 1):  # as on a GPU, for few channels
+    with patch.object(opening, "_reading_waits", lambda place: True):
         for _ in range(2):
             results = call()
             results = results if final else (results,)

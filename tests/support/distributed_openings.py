@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -31,9 +30,7 @@ def on_stream(number: int, *, capturing: bool = False) -> Iterator[None]:
         yield
 
 
-def agreed(
-    rank: int, group: Any, schedule: Any = "reduce"
-) -> tuple[Callable[[], None], list[Message]]:
+def agreed(rank: int, group: Any) -> tuple[Callable[[], None], list[Message]]:
     """A call, forward and backward, that the ranks have agreed on; and the messages that it has sent on the first stream."""
     state = resolve(group).session
     state.openings.clear()
@@ -41,7 +38,7 @@ def agreed(
 
     def call() -> None:
         gates, tokens = torch.ones(2, 2, 4, requires_grad=True)
-        states = distributed.linear_scan(gates, tokens, group=group, schedule=schedule)
+        states = distributed.linear_scan(gates, tokens, group=group)
         assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
         states.sum().backward()
 
@@ -88,7 +85,7 @@ def unsure(rank: int, ranks: int, group: Any) -> str:
     gates = torch.rand(1, 8, 4)
 
     def call() -> Any:
-        return distributed.linear_scan(gates, gates, group=group, schedule="reduce")
+        return distributed.linear_scan(gates, gates, group=group)
 
     for context in (torch.enable_grad(), torch.no_grad()):
         with context, on_stream(1):
@@ -104,18 +101,6 @@ def unsure(rank: int, ranks: int, group: Any) -> str:
     return ""
 
 
-def recorded_sends(rank: int, ranks: int, group: Any) -> tuple[int, int]:
-    """A call that passes states on, while a CUDA graph is recorded: how often a send of the calls before is queried, and
-    how many of this call are kept."""
-    call, _ = agreed(rank, group, "pass")
-    state, queries = resolve(group).session, []
-    earlier = SimpleNamespace(is_completed=lambda: queries.append(1), wait=lambda: None)
-    state.kept.append((earlier, torch.empty(0, device="meta")))
-    with on_stream(2, capturing=True):
-        call()
-    return len(queries), len(state.kept) - 1
-
-
 def elsewhere(rank: int, ranks: int, group: Any) -> None:
     """Calls while ``torch.set_default_device`` names a device that is not the tensors'."""
     u, B = torch.rand(1, 8, 4, requires_grad=True), torch.rand(1, 3, 4)
@@ -124,10 +109,8 @@ def elsewhere(rank: int, ranks: int, group: Any) -> None:
 
     def calls(bounds: Any) -> Iterator[Any]:
         final: Any = {"group": group, "cu_seqlens": bounds, "return_final_state": True}
-        for schedule in ("pass",) if bounds is not None else ("reduce", "pass"):
-            way: Any = {"schedule": schedule, **final}
-            yield distributed.linear_scan(u, u, **way)
-            yield distributed.selective_scan(*given, **way)
+        yield distributed.linear_scan(u, u, **final)
+        yield distributed.selective_scan(*given, **final)
         yield distributed.causal_conv1d(u, torch.rand(8, 4, device="cpu"), **final)
 
     for _ in range(3):
@@ -144,6 +127,6 @@ def large(rank: int, ranks: int, group: Any) -> int:
     usual = state.capacity
     with on_stream(1), torch.no_grad():
         for _ in range(2):
-            distributed.linear_scan(*torch.ones(2, 8192, 4), group=group, schedule="reduce")
+            distributed.linear_scan(*torch.ones(2, 8192, 4), group=group)
     state.capacity = usual  # for the tests after this one
     return int(state.unread[-1].headers.untyped_storage().nbytes())

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -15,12 +14,10 @@ from distributed_cases import close, summed
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, selective_scan
-from scan_registry.distributed import opening, selective_chunks, selective_reduce, selective_run
+from scan_registry.distributed import opening, selective_chunks
 from scan_registry.distributed.group import resolve
+from scan_registry.distributed.selective import Run
 from scan_registry.kernels.gated_scan.kinds import KINDS
-
-#: The module: the package has a function of this name.
-selective_module = import_module("scan_registry.distributed.selective")
 
 
 def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) -> None:
@@ -62,30 +59,19 @@ def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) 
                     close(summed(grad, group), of_whole)
 
 
-#: How ``selective`` runs: the schedule, the most pieces of "pass", and the chunks of "reduce".
-WAYS = {
-    "pieces": ("pass", 64, 1),
-    "one piece": ("pass", 1, 1),
-    "mixed": ("mixed", 1, 1),
-    "reduce": ("reduce", 1, 1),
-    "chunks": ("reduce", 1, 4),
-}
-_MODES = {"mixed": selective_run.MIXED, "reduce": selective_run.REDUCE}
-
-
 @dataclass(frozen=True)
 class Selective:
     """A ``selective_scan`` of all ranks' steps, with all that it takes or the least.
 
     groups    of B and of C; 0 for one that does not change with time
-    ways      names of ``WAYS``
+    chunks    the most chunks of a rank's part, once for each
     sequences that are packed, if any are: 3 or 1
     """
 
     groups: tuple[int, int]
     packed: bool = False
     every: bool = True
-    ways: tuple[str, ...] = ("pieces", "one piece")
+    chunks: tuple[int, ...] = (1, 4)
     softplus: bool = True
     complex_numbers: bool = False
     sequences: int = 3
@@ -131,23 +117,16 @@ def _chunks(most: int, given: Any) -> int:
 
 
 @contextmanager
-def _by(way: str, known: bool, group: Any) -> Iterator[str]:
-    """Calls that go a way. ``known``: by the plan of the call before, as over NCCL. Yields the schedule to ask for."""
-    schedule, most, chunks = WAYS[way]
-    with ExitStack() as stack:
-        for what in (
-            patch.object(opening, "_reading_waits", lambda place: known),
-            patch.object(selective_run, "MOST", most),
-            patch.object(selective_chunks, "chunk_count", partial(_chunks, chunks)),
-        ):
-            stack.enter_context(what)
-        if schedule == "mixed":
-            mixed = patch.object(selective_module, "mode_of", lambda _: selective_run.MIXED)
-            stack.enter_context(mixed)
+def _by(chunks: int, known: bool, group: Any) -> Iterator[None]:
+    """Calls of at most so many chunks. ``known``: by the plan of the call before, as over NCCL."""
+    with (
+        patch.object(opening, "_reading_waits", lambda place: known),
+        patch.object(selective_chunks, "chunk_count", partial(_chunks, chunks)),
+    ):
         if not known:
             resolve(group).session.plans.clear()
             resolve(group).session.agreed.clear()
-        yield "auto" if schedule == "mixed" else schedule
+        yield
 
 
 def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
@@ -173,24 +152,18 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
     out, last = selective_scan(*leaves[:8], softplus, leaves[8], **how)
     used = [x for x in leaves if x is not None]
     wanted = torch.autograd.grad(sum(losses(out, last, weights)), used)
-    for way, known in ((way, known) for way in case.ways for known in (False, True)):
+    for chunks, known in ((n, known) for n in case.chunks for known in (False, True)):
         mine = [
             _with_gradient(cut(x) if n in case.timed and x is not None else x)
             for n, x in enumerate(given)
         ]
         used = [x for x in mine if x is not None]
-        with _by(way, known, group) as schedule:
-            here, end = distributed.selective_scan(
-                *mine[:8], softplus, mine[8], group=group, schedule=schedule, **how
-            )
+        with _by(chunks, known, group):
+            here, end = distributed.selective_scan(*mine[:8], softplus, mine[8], group=group, **how)
             close(here, cut(out))
             close(end, last)
             of_here, of_end = losses(here, end, cut(weights))
             found = iter(torch.autograd.grad(of_here + of_end / ranks, used))
-        modes = [run.mode for run, _ in resolve(group).session.plans.values()]
-        if ranks > 1 and not case.packed:
-            assert modes == [_MODES.get(WAYS[way][0], modes[0])]
-            assert (modes[0] > 0) == (schedule == "pass")
         of_whole = iter(wanted)
         for number, x in enumerate(mine):
             if x is not None and number in case.timed:
@@ -199,13 +172,13 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
                 close(summed(next(found), group), next(of_whole))
 
 
-def selective_outputs(rank: int, ranks: int, group: Any, way: str) -> None:
+def selective_outputs(rank: int, ranks: int, group: Any, chunks: int) -> None:
     """What is returned can be changed in place, and what is kept for the backward pass keeps no more memory than it has."""
     u = torch.randn(1, 8, 4, dtype=torch.float64, requires_grad=True)
     rates, B = -torch.rand(8, 3, dtype=torch.float64), torch.randn(1, 3, 4, dtype=torch.float64)
     how: Any = {"group": group, "return_final_state": True}
-    with _by(way, False, group) as schedule:
-        out, last = distributed.selective_scan(u, u, rates, B, B, schedule=schedule, **how)
+    with _by(chunks, False, group):
+        out, last = distributed.selective_scan(u, u, rates, B, B, **how)
     node: Any = out.grad_fn
     for kept in node.saved_tensors:
         assert kept is None or kept.untyped_storage().nbytes() == kept.nbytes
@@ -216,7 +189,9 @@ def selective_outputs(rank: int, ranks: int, group: Any, way: str) -> None:
     assert torch.equal(found, wanted)
 
 
-def selective_beginnings(rank: int, ranks: int, group: Any, way: str, lengths: list[int]) -> None:
+def selective_beginnings(
+    rank: int, ranks: int, group: Any, chunks: int, lengths: list[int]
+) -> None:
     """Ranks with the first steps, or all, have none: the gradients of the initial state and of the final one's."""
     torch.manual_seed(9)
     time, begin = sum(lengths), sum(lengths[:rank])
@@ -229,8 +204,8 @@ def selective_beginnings(rank: int, ranks: int, group: Any, way: str, lengths: l
     weights = torch.randn(2, 4, 3, dtype=torch.float64)
     _, last = selective_scan(*leaves[:8], True, leaves[8], return_final_state=True)
     wanted = torch.autograd.grad((last * weights).sum(), leaves, materialize_grads=True)
-    with _by(way, False, group) as schedule:
-        how: Any = {"return_final_state": True, "group": group, "schedule": schedule}
+    with _by(chunks, False, group):
+        how: Any = {"return_final_state": True, "group": group}
         _, end = distributed.selective_scan(*mine[:8], True, mine[8], **how)
         close(end, last)
         # No rank but the last has a gradient of the final state.
@@ -243,10 +218,10 @@ def selective_beginnings(rank: int, ranks: int, group: Any, way: str, lengths: l
 def selective_failure(rank: int, ranks: int, group: Any, backward: bool, known: bool) -> list[str]:
     """The last rank can make no summary: the error there, and what the next call raises."""
     u = torch.rand(1, 4, 5, requires_grad=True)
-    given, how = (u, u, -torch.rand(4, 2), *torch.rand(2, 1, 2, 5)), {"schedule": "reduce"}
+    given = (u, u, -torch.rand(4, 2), *torch.rand(2, 1, 2, 5))
 
-    def call(group: Any = group) -> None:
-        distributed.selective_scan(*given, group=group, **how).sum().backward()  # type: ignore[call-overload]
+    def call() -> None:
+        distributed.selective_scan(*given, group=group).sum().backward()
 
     def fails(*_: Any) -> None:
         raise MemoryError("no room")
@@ -262,9 +237,9 @@ def selective_failure(rank: int, ranks: int, group: Any, backward: bool, known: 
     resolve(group).session.agreed.clear()
     if known:
         call()
-    summary = "_backward_summary" if backward else "_summary"
+    summary = "backward_summary" if backward else "summary"
     with ExitStack() as stack:
         if rank == ranks - 1:
-            stack.enter_context(patch.object(selective_reduce, summary, fails))
+            stack.enter_context(patch.object(Run, summary, fails))
         first = said()
     return [first, said()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from distributed_host_work import Counts
@@ -12,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from scan_registry import distributed
-from scan_registry.distributed import calibration
 
 #: The functions, and the argument that is a DTensor.
 ARGUMENTS = {
@@ -21,20 +19,16 @@ ARGUMENTS = {
     "selective_scan": ("u", "A", "B", "initial_state"),
     "causal_conv1d": ("x", "weight", "bias", "seq_idx"),
     "scan_summary": ("gates", "tokens"),
-    "explain": ("gates",),
-    "explain_selective_scan": ("u", "C"),
 }
 
 
 def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
     """Tensors by name, of which a call takes all, and the call."""
     first, last = torch.rand(2, 6, 4), torch.rand(2, 4, 6)  # time in the middle, and at the end
-    if function in ("linear_scan", "explain"):
+    if function == "linear_scan":
         named = {"gates": first, "tokens": first, "initial_state": torch.rand(2, 4)}
-        if function == "linear_scan":
-            named["reset"] = torch.zeros(2, 6, dtype=torch.bool)
-        how = {"dim": 1, "group": group}
-        return named, lambda given: getattr(distributed, function)(**given, **how)
+        named["reset"] = torch.zeros(2, 6, dtype=torch.bool)
+        return named, lambda given: distributed.linear_scan(**given, dim=1, group=group)
     if function == "gated_scan":
         named = {f"inputs[{number}]": first for number in range(3)}
         named |= {"inputs[3]": torch.rand(4), "initial_state": torch.rand(2, 4)}
@@ -46,10 +40,10 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
             return distributed.gated_scan("rg_lru", *inputs, **how)
 
         return named, gated
-    if function in ("selective_scan", "explain_selective_scan"):
+    if function == "selective_scan":
         named = {"u": last, "delta": last, "A": -torch.rand(4, 3), "B": torch.rand(2, 3, 6)}
         named |= {"C": torch.rand(2, 3, 6), "initial_state": torch.rand(2, 4, 3)}
-        return named, lambda given: getattr(distributed, function)(**given, group=group)
+        return named, lambda given: distributed.selective_scan(**given, group=group)
     if function == "causal_conv1d":
         named = {"x": last, "weight": torch.rand(4, 3), "bias": torch.rand(4)}
         named["seq_idx"] = torch.zeros(2, 6, dtype=torch.int32)
@@ -96,19 +90,4 @@ def refused_on_one(rank: int, ranks: int, group: Any, function: str) -> str:
     sharded = distribute_tensor(named[name], mesh, [Replicate()])
     said = _said(lambda: call({**named, name: sharded} if rank == ranks - 1 else named))
     call(named)
-    return said
-
-
-def measured(rank: int, ranks: int, group: Any) -> list[str]:
-    """What ``measure`` says of devices, the last of which only the last rank is given; and how calls by its numbers end."""
-    sizes = patch.object(calibration, "_SIZES", {"cpu": (1 << 10, 1 << 10), "cuda": (1, 1)})
-    said = []
-    with sizes:
-        for device in ("cpu", torch.device("cpu"), None):
-            found = distributed.measure(group, device)
-            said.append(f"{found.name}, {found.ranks_per_node} on a host")
-        missing = [] if torch.cuda.is_available() else ["cuda"]
-        for device in ("meta", 3, "abacus", "meta" if rank == ranks - 1 else "cpu", *missing):
-            said.append(_said(lambda device=device: distributed.measure(group, device)))
-    calibration._measured.pop(group)
     return said

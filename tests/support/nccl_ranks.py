@@ -55,7 +55,7 @@ def steps(case: Case, ranks: int) -> list[int]:
     return [first] + [rest + (rank < more) for rank in range(ranks - 1)]
 
 
-def errors(case: Case, schedule: str, device: torch.device) -> list[float]:
+def errors(case: Case, device: torch.device) -> list[float]:
     """The largest of all ranks, of the states, the final state and the gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(7)
@@ -86,7 +86,7 @@ def errors(case: Case, schedule: str, device: torch.device) -> list[float]:
 
     mine = [cut(each).contiguous() for each in (gates, tokens, grad)]
     # Every rank has the final state, and a part of its loss.
-    found = run(distributed.linear_scan, mine, last_grad / ranks, schedule=schedule)
+    found = run(distributed.linear_scan, mine, last_grad / ranks)
     wanted = run(linear_scan, [gates, tokens, grad], last_grad)
     for grads in found[4:]:
         dist.all_reduce(grads)
@@ -114,7 +114,7 @@ SELECTIVE: tuple[tuple[tuple[int, int, int], str, str], ...] = (
 
 
 def selective_errors(
-    shape: tuple[int, int, int], dtype_name: str, how_cut: str, schedule: str, device: torch.device
+    shape: tuple[int, int, int], dtype_name: str, how_cut: str, device: torch.device
 ) -> list[float]:
     """The largest of all ranks, of the output, the final state and the gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -143,7 +143,7 @@ def selective_errors(
 
     mine = [cut(x).contiguous() if n in timed else x for n, x in enumerate(given)]
     ends = [cut(grad).contiguous(), last_grad / ranks]
-    found = run(distributed.selective_scan, mine, ends, schedule=schedule)
+    found = run(distributed.selective_scan, mine, ends)
     wanted = run(selective_scan, given, [grad, last_grad])
     held = []
     for place, (one, other) in enumerate(zip(found, wanted, strict=True), -2):
@@ -157,6 +157,15 @@ def selective_errors(
     return [float(each) for each in largest.tolist()]
 
 
+def reported(found: list[float], limit: float, *words: object) -> bool:
+    """Whether the errors are too large. The first rank prints them."""
+    right = max(found) <= limit
+    if dist.get_rank() == 0:
+        numbers = " ".join(f"{each:.1e}" for each in found)
+        print("right" if right else "WRONG", *words, numbers, flush=True)
+    return not right
+
+
 def main() -> int:
     local, timeout = int(os.environ["LOCAL_RANK"]), timedelta(seconds=60)
     device = torch.device("cpu")
@@ -168,22 +177,10 @@ def main() -> int:
         dist.init_process_group("gloo", timeout=timeout)
     wrong = 0
     for case in cases():
-        for schedule in ("reduce", "pass"):
-            found = errors(case, schedule, device)
-            right = max(found) <= LIMIT[case.dtype]
-            wrong += not right
-            if dist.get_rank() == 0:
-                words = " ".join(f"{each:.1e}" for each in found)
-                print("right" if right else "WRONG", schedule, *case, words, flush=True)
+        wrong += reported(errors(case, device), LIMIT[case.dtype], "linear", *case)
     for shape, dtype, how_cut in SELECTIVE:
-        for schedule in ("auto", "reduce", "pass"):
-            found = selective_errors(shape, dtype, how_cut, schedule, device)
-            right = max(found) <= SELECTIVE_LIMIT[dtype]
-            wrong += not right
-            if dist.get_rank() == 0:
-                words = " ".join(f"{each:.1e}" for each in found)
-                said = "right" if right else "WRONG"
-                print(said, "selective", schedule, *shape, dtype, how_cut, words, flush=True)
+        found = selective_errors(shape, dtype, how_cut, device)
+        wrong += reported(found, SELECTIVE_LIMIT[dtype], "selective", *shape, dtype, how_cut)
     dist.destroy_process_group()
     return 1 if wrong else 0
 

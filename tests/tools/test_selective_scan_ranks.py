@@ -38,14 +38,13 @@ def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_two_ranks_compute_what_one_does(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--shape", "2,8,64", "--softplus", "--rounds", "2")
     assert done.returncode == 0, done.stdout + done.stderr
-    head, one, *lines = done.stdout.splitlines()
+    head, one, line = done.stdout.splitlines()
     assert head == "2 ranks, cpu, 2,8,64, milliseconds"
     assert one.startswith("one rank: forward ")
-    assert [line.split(":")[0] for line in lines] == ["reduce", "pass"]
-    for line in lines:
-        found = re.search(r"error (\S+)$", line)
-        assert found is not None
-        assert float(found[1]) < 1e-6
+    assert line.startswith("all ranks: forward ")
+    error = re.search(r"error (\S+)$", line)
+    assert error is not None
+    assert float(error[1]) < 1e-6
 
 
 @pytest.mark.parametrize("shape", ["2,8,63", "2,8", "2,x,64", "2,0,64"])

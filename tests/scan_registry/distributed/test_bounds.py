@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scan_registry.distributed.linear_call import compared, host_bounds
+from scan_registry.distributed.parts import compared, host_bounds
 
 
 def test_bounds_that_differ_are_told_apart() -> None:

@@ -16,13 +16,13 @@ SIZE = 3
 OWN = {
     "mismatch": ("ValueError", "they must broadcast"),
     "no tensor": ("TypeError", "tokens must be a torch.Tensor, not NoneType"),
-    "option": ("ValueError", "schedule is 'quick'"),
+    "option": ("ValueError", "backend is 'quick'"),
 }
 DIFFERENT = {
     "shape": ("shape (2, T)", "shape (3, T)"),
     "dtype": ("tokens float32", "tokens bfloat16"),
     "initial_state": ("initial_state given", "initial_state None"),
-    "schedule": ("schedule reduce", "schedule pass"),
+    "reverse": ("reverse False", "reverse True"),
     "cu_seqlens": ("cu_seqlens [0, 3, 12]", "cu_seqlens [0, 2, 12]"),
     "no_grad": ("gradients recorded", "gradients not recorded"),
 }
@@ -106,13 +106,10 @@ def test_a_rank_that_dies_ends_the_others_call(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("schedule", ["reduce", "pass"])
-def test_a_rank_that_is_killed_in_its_backward_pass(
-    tmp_path: Path, schedule: str, early: bool
-) -> None:
+def test_a_rank_that_is_killed_in_its_backward_pass(tmp_path: Path, early: bool) -> None:
     pool = RankPool(tmp_path, 3)
     try:
-        first, _, last = pool.run(3, cases.killed_in_backward, schedule, early, dies=1)
+        first, _, last = pool.run(3, cases.killed_in_backward, early, dies=1)
     finally:
         pool.close()
     for message in (first, last):

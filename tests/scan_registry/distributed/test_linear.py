@@ -10,6 +10,8 @@ from rank_pool import SIZES, RankPool
 UNEVEN, EMPTY = (4, 3, 6), (0, 5, 0, 0, 2, 1, 0)
 #: Cases that are drawn: most for the fewest ranks of which one is between others.
 DRAWN = {1: 15, 2: 30, 3: 60, 4: 20, 7: 20}
+#: With this seed the cases hold what ``test_drawn_cases_hold_what_matters`` asks for.
+SEED = 7140
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -18,13 +20,10 @@ def test_uneven_and_empty_parts(ranks: RankPool, size: int) -> None:
         size,
         compare,
         *(
-            Case((2, 9), lengths, dim, reverse, schedule, initial=True, final=True)
+            Case((2, 9), lengths, dim, reverse, initial=True, final=True)
             for lengths in (UNEVEN, EMPTY, (0,))
             for dim in (1, -1)
             for reverse in (False, True)
-            for schedule in ("reduce", "pass")
-            # All of them on three ranks, and each pair of options on others.
-            if size == 3 or (dim == 1) ^ reverse ^ (schedule == "pass")
         ),
     )
 
@@ -35,9 +34,8 @@ def test_no_channels_or_no_batches(ranks: RankPool, size: int) -> None:
         size,
         compare,
         *(
-            Case(shape, UNEVEN, dim, False, schedule, initial=True, final=True, bounds=bounds)
+            Case(shape, UNEVEN, dim, initial=True, final=True, bounds=bounds)
             for shape, dim in (((2, 0), 1), ((2, 0), -1), ((0, 9), 1))
-            for schedule in ("reduce", "pass")
             for bounds in (None, (0.5,))
         ),
     )
@@ -50,18 +48,16 @@ def test_sequences_that_cross_ranks(ranks: RankPool, size: int) -> None:
         size,
         compare,
         *(
-            Case((9,), (4, 3, 5), dim, reverse, schedule, True, True, bounds)
+            Case((9,), (4, 3, 5), dim, reverse, True, True, bounds)
             for bounds in ((), (0.1, 0.9), (4 / 12, 4 / 12, 7 / 12), (0, 0.5, 0.5, 1))
             for dim, reverse in ((0, False), (-1, True))
-            for schedule in ("reduce", "pass")
-            if size == 3 or reverse == (schedule == "pass")
         ),
     )
 
 
 @pytest.mark.parametrize("size", DRAWN)
 def test_drawn(ranks: RankPool, size: int) -> None:
-    ranks.run(size, compare, *draw_cases(DRAWN[size], size))
+    ranks.run(size, compare, *draw_cases(DRAWN[size], SEED + size))
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -72,7 +68,7 @@ def test_second_derivatives(ranks: RankPool, size: int) -> None:
         Case((2, 3), (2, 0, 3)),
         Case((3,), EMPTY, reverse=True, initial=True, final=True),
         Case((3,), (2, 3, 1), 0, initial=True, final=True, bounds=(0.2, 0.2, 0.5)),
-        Case((3,), (2, 3, 1), reverse=True, schedule="pass", final=True, bounds=(0.5, 0.7)),
+        Case((3,), (2, 3, 1), reverse=True, final=True, bounds=(0.5, 0.7)),
         Case((2, 3), (2, 3), 1, reverse=True, initial=True, final=True, reset=True),
         Case((3,), (2, 3, 1), 0, initial=True, final=True, bounds=(0.2, 0.5), reset=True),
     )
@@ -96,12 +92,11 @@ def test_inference_mode_leaves_no_traces(ranks: RankPool) -> None:
 
 
 def test_drawn_cases_hold_what_matters() -> None:
-    drawn = [case for size in SIZES for case in draw_cases(DRAWN[size], size)]
+    drawn = [case for size in SIZES for case in draw_cases(DRAWN[size], SEED + size)]
     for has in (
         lambda case: 0 in case.lengths,
-        lambda case: case.bounds and case.schedule == "pass" and case.reverse,
-        lambda case: case.bounds and case.schedule == "reduce" and case.final and case.initial,
-        lambda case: case.gates and case.schedule == "pass",
+        lambda case: case.bounds and case.reverse and case.gates,
+        lambda case: case.bounds and case.final and case.initial,
         lambda case: case.reset and case.bounds and case.gates and case.dim % 3 == 1,
         lambda case: case.reset and case.dim == 0 and case.shape and case.dtype == "complex128",
         lambda case: len(case.shape) == 0 and case.reset,

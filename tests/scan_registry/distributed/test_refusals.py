@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import distributed_refusals as cases
 import pytest
-import torch
 from rank_pool import GROUP_TIMEOUT, RankPool
 
 from scan_registry import distributed
 
 
 def test_every_function_is_tested() -> None:
-    others = {"cost", "machines", "measure"}  # these take no tensors
-    assert set(cases.ARGUMENTS) == set(distributed.__all__) - others
+    assert set(cases.ARGUMENTS) == set(distributed.__all__)
 
 
 def _check(said: dict[str, str], function: str) -> None:
@@ -46,15 +44,3 @@ def test_a_dtensor_on_one_rank(ranks: RankPool, function: str) -> None:
     assert "was not run" in first
     assert "rank 1: TypeError: " in first
     assert "to_local()" in first
-
-
-def test_devices_that_are_measured(ranks: RankPool) -> None:
-    first, last = ranks.run(2, cases.measured)
-    assert first[:3] == last[:3] == ["2 ranks on the CPU, 2 on a host"] * 3
-    assert last[3] == last[6] == "ValueError: device is 'meta'; accepted are cpu and cuda"
-    assert last[4].startswith("TypeError: device is 3; it must be a torch.device, a string")
-    assert last[5].startswith("RuntimeError: ")
-    assert first[6].startswith("RuntimeError: ")
-    assert "rank 1: ValueError: device is 'meta'" in first[6]
-    if not torch.cuda.is_available():
-        assert last[7] == "ValueError: device is 'cuda', and torch finds no GPU; accepted is cpu"

@@ -12,7 +12,6 @@ from distributed_operators import (
 )
 from rank_pool import SIZES, RankPool
 
-REDUCED = ("mixed", "reduce", "chunks")
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 
 
@@ -31,21 +30,15 @@ def test_groups_and_what_does_not_change_with_time(
     ranks.run(3, selective, Selective(groups, packed, every=False))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_all_ranks_at_once(ranks: RankPool, size: int) -> None:
-    """With the schedule "reduce", of a rank's part as it is and in chunks, and with it in the backward pass alone."""
-    ranks.run(size, selective, Selective((1, 1), ways=REDUCED))
-
-
 @pytest.mark.parametrize("groups", GROUPS, ids=str)
-def test_all_ranks_at_once_with_groups(ranks: RankPool, groups: tuple[int, int]) -> None:
-    ranks.run(3, selective, Selective(groups, every=False, ways=REDUCED, softplus=False))
+def test_step_sizes_without_softplus(ranks: RankPool, groups: tuple[int, int]) -> None:
+    ranks.run(3, selective, Selective(groups, every=False, softplus=False))
 
 
-@pytest.mark.parametrize("groups", [(1, 1), (0, 0)], ids=str)
-@pytest.mark.parametrize("ways", [("pieces", "one piece"), REDUCED], ids=["pass", "reduce"])
-def test_complex_numbers(ranks: RankPool, groups: tuple[int, int], ways: tuple[str, ...]) -> None:
-    ranks.run(3, selective, Selective(groups, ways=ways, complex_numbers=True))
+@pytest.mark.parametrize("groups", [(1, 1), (0, 0), (2, 3)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_complex_numbers(ranks: RankPool, groups: tuple[int, int], packed: bool) -> None:
+    ranks.run(3, selective, Selective(groups, packed, complex_numbers=True))
 
 
 @pytest.mark.parametrize("complex_numbers", [False, True])
@@ -55,15 +48,15 @@ def test_one_packed_sequence(ranks: RankPool, complex_numbers: bool) -> None:
     ranks.run(3, selective, case)
 
 
-@pytest.mark.parametrize("way", ["one piece", *REDUCED])
-def test_outputs_can_be_changed_in_place(ranks: RankPool, way: str) -> None:
-    ranks.run(2, selective_outputs, way)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_outputs_can_be_changed_in_place(ranks: RankPool, chunks: int) -> None:
+    ranks.run(2, selective_outputs, chunks)
 
 
 @pytest.mark.parametrize("lengths", [[0, 4, 8], [0, 0, 4], [4, 0, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("way", ["pieces", *REDUCED])
-def test_parts_without_steps(ranks: RankPool, way: str, lengths: list[int]) -> None:
-    ranks.run(3, selective_beginnings, way, lengths)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_parts_without_steps(ranks: RankPool, chunks: int, lengths: list[int]) -> None:
+    ranks.run(3, selective_beginnings, chunks, lengths)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])

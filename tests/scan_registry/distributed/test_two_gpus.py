@@ -14,7 +14,7 @@ RANKS = Path(__file__).parents[2] / "support" / "nccl_ranks.py"
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_both_schedules_are_one_gpus(tmp_path: Path) -> None:
+def test_results_are_one_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     done = subprocess.run(
@@ -35,5 +35,5 @@ def test_both_schedules_are_one_gpus(tmp_path: Path) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right ") == 36
+    assert done.stdout.count("right ") == 16
     assert "WRONG" not in done.stdout

@@ -114,7 +114,6 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "selective_state_update": (here.selective_state_update, step_arguments()),
         "distributed.causal_conv1d": (distributed.causal_conv1d, convolution),
         "distributed.causal_conv1d seq_idx": (distributed.causal_conv1d, batch),
-        "distributed.explain": (distributed.explain, two),
         "distributed.gated_scan": (gated(distributed.gated_scan), hgrn),
         "distributed.linear_scan": (distributed.linear_scan, two),
         "distributed.selective_scan": (distributed.selective_scan, scan_arguments()),

@@ -27,13 +27,11 @@ class Latency:
 
     seconds  from when all ranks are ready until the last rank is done: the median of all rounds
     spread   the longest round less the shortest
-    least    the shortest round, which other processes on the machine disturb the least
     host     how long the call occupies the CPU: the median of all rounds. For CPU tensors equal to ``seconds``
     """
 
     seconds: float
     spread: float
-    least: float
     host: float
 
 
@@ -70,15 +68,10 @@ class Stopwatch:
             Latency(
                 statistics.median(seconds for seconds, _ in each),
                 max(seconds for seconds, _ in each) - min(seconds for seconds, _ in each),
-                min(seconds for seconds, _ in each),
                 statistics.median(host for _, host in each),
             )
             for each in found
         ]
-
-    def latency(self, call: Call | None) -> Latency:
-        (found,) = self.latencies([call])
-        return found
 
     def largest(self, *values: float) -> list[float]:
         """The largest of all ranks for each value; the same result on every rank."""
