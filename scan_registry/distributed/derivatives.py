@@ -17,7 +17,6 @@ from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.opening import agree
-from scan_registry.distributed.parts import Part
 from scan_registry.distributed.reduce import Run, Tensors
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.derivatives import before
@@ -97,7 +96,7 @@ def _before(
     sources = [_source(lengths, rank, reverse) for rank in range(members.size)]
     x, edge = _apply(Edge, x, members, dim, reverse, sources)
     if part.enters is not None and sources[members.rank] is not None:
-        boundary = _with_sequence(boundary, part, edge, dim)
+        boundary = run.with_sequence(boundary, part.enters, edge)
     return before(x, boundary, run.bounds, Options(dim, reverse))
 
 
@@ -105,18 +104,6 @@ def _source(lengths: list[int], rank: int, reverse: bool) -> int | None:
     """The rank that holds the step before the first step of ``rank``, in scan order. None if there is no such step."""
     others = range(rank + 1, len(lengths)) if reverse else range(rank - 1, -1, -1)
     return next((other for other in others if lengths[other]), None)
-
-
-def _with_sequence(boundary: Tensor | None, part: Part, state: Tensor, dim: int) -> Tensor:
-    if part.bounds is None:
-        return state
-    assert part.enters is not None
-    if boundary is None:
-        shape = [*state.shape]
-        shape.insert(len(shape) + 1 + dim, len(part.bounds) - 1)
-        boundary = state.new_zeros(shape)
-    number = torch.tensor([part.enters], device=state.device)
-    return boundary.index_copy(dim, number, state.unsqueeze(dim))
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _CAPACITY = 4096  # initial bytes of an opening
 _KINDS = 4096  # the most kinds of calls that a session remembers
+_PLANS = 64  # the most plans that a session keeps
 
 
 #: The name of this function depends on torch's version; newer versions warn of the old name.
@@ -151,6 +152,12 @@ class Session:
         self.agreed[kind] = None
         if len(self.agreed) > _KINDS:
             del self.agreed[next(iter(self.agreed))]
+
+    def keep(self, key: Any, plan: Any) -> None:
+        """Keep a plan. If there are too many, forget all others."""
+        if len(self.plans) >= _PLANS:
+            self.plans.clear()
+        self.plans[key] = plan
 
 
 #: The groups of this process; each is known as long as it exists.

@@ -1,7 +1,7 @@
 """Names the dimensions of an operator's tensors by letters, as in ``torch.einsum``.
 
 A tensor has one letter for each of its dimensions. Dimensions with the same letter are sharded together. A dot stands for a
-dimension that cannot be sharded, such as time. If a letter is sharded, each rank computes its shards without communication. An
+dimension that cannot be sharded. Time, "t", is sharded by ``time_shards`` alone. If another letter is sharded, each rank computes its shards without communication. An
 argument without that letter is replicated. A result without that letter is a sum over ranks (``Partial``), such as the gradient
 of a weight.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from math import gcd
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -31,11 +32,9 @@ class Layout(NamedTuple):
     whole: Mapping[str, int] = {}
 
 
-#: Letters for the dimensions of linear scans. "t" is left out: it stands for time.
-_NAMES = "abcdefghijklmnopqrsuvwxyz"
-MOST = len(_NAMES)
-#: The letter of time, in ``time_shards`` alone.
+#: The letter of time, and letters for the other dimensions of linear scans.
 TIME = "t"
+_NAMES = "abcdefghijklmnopqrsuvwxyz"
 
 
 def _given(tensor: Any, letters: str) -> str | None:
@@ -47,10 +46,10 @@ def _wanted(letters: Sequence[str], wanted: Sequence[bool]) -> tuple[str | None,
 
 
 def names_of(rank: int, dim: int) -> str:
-    """A letter for each dimension, and a dot for time."""
+    """A letter for each dimension; dots if there are more dimensions than letters."""
     if rank > len(_NAMES):
         return "." * rank
-    return "".join("." if d == dim % rank else _NAMES[d] for d in range(rank))
+    return "".join(TIME if d == dim % rank else _NAMES[d] for d in range(rank))
 
 
 def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
@@ -61,14 +60,23 @@ def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
     )
 
 
-def state_of(letters: str, dim: int, packed: bool) -> str:
+def state_of(letters: str, bounds: Any) -> str:
     """The letters of a state. Its dimensions are those of the sequence without time, or with packed sequences in its place."""
-    place = dim % len(letters)
-    return letters if packed else letters[:place] + letters[place + 1 :]
+    return letters.replace(TIME, "" if bounds is None else ".")
+
+
+def _initial(initial: Any, shape: Sequence[Any], letters: str, bounds: Any) -> str | None:
+    """The letters of an initial state, which may broadcast. ``shape`` and ``letters`` are those of the sequence."""
+    if initial is None:
+        return None
+    count = () if bounds is None else (bounds.shape[0] - 1,)
+    place = letters.find(TIME)
+    sizes = (*shape[:place], *count, *shape[place + 1 :])
+    return broadcast(initial.shape, sizes, state_of(letters, bounds))
 
 
 def only(letters: str) -> str:
-    return letters.replace(".", "")
+    return letters.replace(".", "").replace(TIME, "")
 
 
 def linear_scan(
@@ -76,15 +84,15 @@ def linear_scan(
     backend: str,
 ) -> Layout:  # fmt: skip
     """The layout of the operator with these arguments. The functions below do the same for the other operators."""
-    names = names_of(tokens.dim(), dim)
-    state = state_of(names, dim, bounds is not None)
+    shape = torch.broadcast_shapes(gates.shape, tokens.shape)
+    names = names_of(len(shape), dim)
     inputs = (
-        broadcast(gates.shape, tokens.shape, names),
-        names,
-        _given(initial, state),
+        broadcast(gates.shape, shape, names),
+        broadcast(tokens.shape, shape, names),
+        _initial(initial, shape, names, bounds),
         _given(bounds, "."),
     )
-    return Layout(inputs, (names, state if final else None), only(names))
+    return Layout(inputs, (names, state_of(names, bounds) if final else None), only(names))
 
 
 def linear_scan_backward(
@@ -92,7 +100,7 @@ def linear_scan_backward(
     dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
     names = names_of(states_grad.dim(), dim)
-    state = state_of(names, dim, bounds is not None)
+    state = state_of(names, bounds)
     of_gates = broadcast(gates.shape, states_grad.shape, names)
     inputs = (
         *(of_gates, _given(states, names), names, _given(initial, state)),
@@ -105,21 +113,21 @@ def linear_scan_summary(
     gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: str
 ) -> Layout:
     names = names_of(tokens.dim(), dim)
-    state = state_of(names, dim, False)
+    state = state_of(names, None)
     return Layout((broadcast(gates.shape, tokens.shape, names), names), (state, state), only(names))
 
 
 def _gated(
     inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int
 ) -> tuple[list[str | None], str, str]:
-    names = "bc." if dim % 3 == 2 else "b.c"
-    state = state_of(names, dim, bounds is not None)
+    names = "bct" if dim % 3 == 2 else "btc"
     letters = [
         *[names for _ in inputs],
         *["c" for _ in parameters],
-        *(_given(reset, "b."), _given(initial, state), _given(bounds, ".")),
+        *(_given(reset, "bt"), _initial(initial, inputs[0].shape, names, bounds)),
+        _given(bounds, "."),
     ]
-    return letters, names, state
+    return letters, names, state_of(names, bounds)
 
 
 def gated_scan(
@@ -144,9 +152,11 @@ def gated_scan_backward(
     return Layout(tuple(letters), _wanted(results, there), "bc")
 
 
-def projection(tensor: Tensor, whole: dict[str, int], time: str = ".") -> str:
+def _projection(tensor: Tensor, pairs: bool, whole: dict[str, int]) -> str:
     """The letters of B or C of a selective scan. Groups are sharded together with channels, so that a group's channels
-    stay on one rank; ``whole`` receives the number of groups."""
+    stay on one rank; ``whole`` receives the number of groups. ``pairs``: time holds pairs of numbers, which a shard of odd
+    length would split."""
+    time = "." if pairs else TIME
     if tensor.dim() == 2:
         return "c."
     if tensor.dim() == 3:
@@ -165,15 +175,15 @@ def _selective(
     """The letters of all arguments that have a gradient, those of a state, and ``Layout.whole``."""
     state = "bc." if bounds is None else "b.c."
     whole: dict[str, int] = {}
-    of_B, of_C = projection(B, whole), projection(C, whole)
-    return ["bc.", "bc.", "c.", of_B, of_C, "c", "bc.", "c", state], state, whole
+    of_B, of_C = (_projection(each, A.is_complex(), whole) for each in (B, C))
+    return ["bct", "bct", "c.", of_B, of_C, "c", "bct", "c", state], state, whole
 
 
 def selective_scan(*args: Any) -> Layout:
     *tensors, _, _, _ = args
     letters, state, whole = _selective(*tensors)
     inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
-    return Layout(tuple(inputs), ("bc.", state, _CHECKPOINTS), "bc", whole)
+    return Layout(tuple(inputs), ("bct", state, _CHECKPOINTS), "bc", whole)
 
 
 #: The letters of the states that forward keeps for backward: (batch, intervals, channels, states), or an empty tensor.
@@ -186,7 +196,7 @@ def selective_scan_backward(*args: Any) -> Layout:
     letters, state, whole = _selective(*tensors)
     kept = _CHECKPOINTS if checkpoints.dim() == 4 else "."
     inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
-    inputs += [kept, "bc.", _given(last_grad, state)]
+    inputs += [kept, "bct", _given(last_grad, state)]
     there = [want and t is not None for t, want in zip(tensors[:9], wanted, strict=True)]
     return Layout(tuple(inputs), _wanted(letters, there), "bc", whole)
 
@@ -196,8 +206,8 @@ def _convolution(
 ) -> tuple[list[str | None], str, str]:
     state = "bc." if bounds is None else ".c."
     letters = [
-        *("bc.", "c.", _given(bias, "c"), _given(initial, state)),
-        *(_given(seq_idx, "b."), _given(bounds, ".")),
+        *("bct", "c.", _given(bias, "c"), _given(initial, state)),
+        *(_given(seq_idx, "bt"), _given(bounds, ".")),
     ]
     return letters, state, "bc" if bounds is None else "c"
 
@@ -205,14 +215,14 @@ def _convolution(
 def causal_conv1d(*args: Any) -> Layout:
     *tensors, _, final, _ = args
     inputs, state, letters = _convolution(*tensors)
-    return Layout(tuple(inputs), ("bc.", state if final else None), letters)
+    return Layout(tuple(inputs), ("bct", state if final else None), letters)
 
 
 def causal_conv1d_backward(*args: Any) -> Layout:
     tensors, (_, last_grad, _, _, wanted) = args[:6], args[6:]
     inputs, state, letters = _convolution(*tensors)
-    inputs += ["bc.", _given(last_grad, state)]
-    return Layout(tuple(inputs), _wanted(("bc.", "c.", "c", state), wanted), letters)
+    inputs += ["bct", _given(last_grad, state)]
+    return Layout(tuple(inputs), _wanted(("bct", "c.", "c", state), wanted), letters)
 
 
 #: The layout functions by the operators' names.

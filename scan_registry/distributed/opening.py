@@ -230,64 +230,73 @@ class Opening:
         try:
             message = self._message()
             made = make(message.row)
-        except Exception as found:
-            error = found
+        except Exception as failure:
+            error = failure
         return self._exchange(message, error, number, read), cast("Made", made)
 
     def _exchange(
         self, message: Message | None, error: Exception | None, number: int, read: bool
     ) -> Opened:
-        members, place, kind = self.members, self.place, self.kind
-        state = session(members)
+        members, place, state = self.members, self.place, session(self.members)
         # While a CUDA graph is recorded, asking for an event would end the recording.
         capturing = is_capturing(place)
         if state.unread and not capturing:
-            try:
-                check_unread(members)
-            except (RuntimeError, ValueError) as earlier:
-                # The other ranks may not know of the error yet: this rank's header in the opening tells them.
-                error = earlier
-        known = message is not None and (message.inline or not self.count)
-        known = known and error is None and kind in state.agreed
-        reads = read or not known or state.careful or not _reading_waits(place)
+            # The other ranks may not know of the error yet: this rank's header in the opening tells them.
+            error = _earlier_error(members) or error
+        reads = read or error is not None or self._has_to_read(message)
         if capturing and reads:
             raise error or RuntimeError(_NOT_RECORDED)
         state.calls += 1
-        if message is None or error is not None:
-            assert error is not None
+        if error is not None:
             message = Message(state.capacity, place, 0, self.dtype, place).write(encoded(error))
-        elif message.sent != number:
+        assert message is not None
+        if error is None and message.sent != number:
             message.number.fill_(number)
             message.sent = number
-        found = torch.empty(members.size, message.memory.shape[0], dtype=torch.int64, device=place)
-        _gather(found.view(-1), message.memory, members.group)
+        words = torch.empty(members.size, message.memory.shape[0], dtype=torch.int64, device=place)
+        _gather(words.view(-1), message.memory, members.group)
         local = equal = None
         if reads:
-            # Read headers until a call succeeds: ranks may learn of an error in different calls.
-            state.careful = True
-            # If this raises, the comparisons of earlier calls have no more to say.
-            earlier_calls = list(state.unread)
-            state.unread.clear()
-            local = read_headers(found, self.terms if error is None else error)
-            state.unread.extend(earlier_calls)
-            state.careful = False
-            if kind not in state.agreed:
-                state.remember(kind)
+            local = self._read(words, error)
         else:
-            equal = _compared(state, found, message, self.terms.operator)
+            equal = _compared(state, words, message, self.terms.operator)
         if not self.count:
-            return Opened(local, None, equal, headers=found)
+            return Opened(local, None, equal, headers=words)
+        return Opened(local, self._rows(words, message), equal, message.nan, words)
+
+    def _has_to_read(self, message: Message | None) -> bool:
+        """Whether the headers have to be read before the call goes on, or can be read without waiting."""
+        state = session(self.members)
+        fits = message is not None and (message.inline or not self.count)
+        known = fits and self.kind in state.agreed
+        return not known or state.careful or not _reading_waits(self.place)
+
+    def _read(self, words: Tensor, error: Exception | None) -> tuple[tuple[int, ...], ...]:
+        """The local numbers of all ranks, or the error of this call."""
+        state = session(self.members)
+        # Read headers until a call succeeds: ranks may learn of an error in different calls.
+        state.careful = True
+        # If this raises, the comparisons of earlier calls have no more to say.
+        earlier_calls = list(state.unread)
+        state.unread.clear()
+        local = read_headers(words, self.terms if error is None else error)
+        state.unread.extend(earlier_calls)
+        state.careful = False
+        if self.kind not in state.agreed:
+            state.remember(self.kind)
+        return local
+
+    def _rows(self, words: Tensor, message: Message) -> Tensor:
+        """The rows of all ranks: behind the headers, or by an exchange of their own."""
         assert message.row is not None
+        assert self.device is not None
         if message.inline:
             at = HEADER // self.dtype.itemsize
-            return Opened(
-                local, found.view(self.dtype)[:, at : at + self.count], equal, message.nan, found
-            )
-        size = self.count * self.dtype.itemsize
-        assert self.device is not None
-        if self.device.type == place.type and state.capacity < HEADER + size <= _MOST:
-            state.capacity = 1 << (HEADER + size - 1).bit_length()
-        return Opened(local, all_gather(members, message.row), equal, headers=found)
+            return words.view(self.dtype)[:, at : at + self.count]
+        state, size = session(self.members), HEADER + self.count * self.dtype.itemsize
+        if self.device.type == self.place.type and state.capacity < size <= _MOST:
+            state.capacity = 1 << (size - 1).bit_length()
+        return all_gather(self.members, message.row)
 
 
 def _stream(place: torch.device) -> int:
@@ -396,6 +405,15 @@ def _compared(state: Session, found: Tensor, message: Message, operator: str) ->
     )
     state.unread.append(Unread(flag, headers, operator))
     return equal
+
+
+def _earlier_error(members: Members) -> Exception | None:
+    """The error that ``check_unread`` raises, if any."""
+    try:
+        check_unread(members)
+    except (RuntimeError, ValueError) as error:
+        return error
+    return None
 
 
 def check_unread(members: Members) -> None:

@@ -42,8 +42,6 @@ Tensors = tuple["Tensor | None", ...]
 Outputs = tuple[Tensor, "Tensor | None"]
 
 _required = policy.required.get
-#: The most plans that a group keeps.
-_PLANS = 64
 #: Up to so many summaries are composed one by one; more are composed by a scan over ranks.
 _FEW = 3
 
@@ -364,30 +362,33 @@ def scan(
         key = _key(operator, tensors, options)
         plan = _planned(members, key)
     recording = torch.is_grad_enabled()
-    if plan is not None:
+    if plan is None:
+        call = _checked(members, tensors, prepare)
+        run, opened, summary = _agreed(members, call)
+        tensors, mine = call.tensors, call.terms.local[1]
+        if key is not None and call.reusable:
+            members.session.keep(key, (run, mine))
+    else:
         run, mine = plan
         tensors = convert(tensors)
         # A rank that wants no gradients records a backward pass if another rank wants some, so it reads the headers.
         opened, summary = run.open(tensors, read=recording and not mine)
-    else:
-        try:
-            call = prepare()
-        except Exception as error:
-            device = next((t.device for t in tensors if isinstance(t, Tensor)), None)
-            opening.agree(members, error, device)
-            raise
-        run, opened, summary = _agreed(members, call)
-        tensors, mine = call.tensors, call.terms.local[1]
-        if key is not None and call.reusable:
-            if len(members.session.plans) >= _PLANS:
-                members.session.plans.clear()
-            members.session.plans[key] = run, mine
     if recording and (mine or any(numbers[1] for numbers in opened.local or ())):
         # If no tensor of this rank requires a gradient, this makes autograd run the rank's backward pass all the same.
         anchor = None if mine else torch.zeros((), device="cpu", requires_grad=True)
         return _Scan.apply(anchor, run, opened, summary, mine, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     with torch.no_grad():
         return run.forward(tensors, opened, summary, 0)[:2]
+
+
+def _checked(members: Members, tensors: Tensors, prepare: Callable[[], Call]) -> Call:
+    """The checked arguments. If they are refused, the other ranks learn of it."""
+    try:
+        return prepare()
+    except Exception as error:
+        device = next((t.device for t in tensors if isinstance(t, Tensor)), None)
+        opening.agree(members, error, device)
+        raise
 
 
 def _agreed(members: Members, call: Call) -> tuple[Run, Opened, Any]:

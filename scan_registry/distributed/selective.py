@@ -207,9 +207,28 @@ def _prepared(
         bounds = parts.host_bounds(cu_seqlens)
     if initial is not None:
         arguments = arguments._replace(initial_state=_initial(initial, arguments, bounds))
-    u, A, tensors = arguments.u, arguments.A, arguments.differentiable
-    batch, channels, time = u.shape
-    shapes = {"u": (batch, channels, "T"), "A": tuple(A.shape)}
+    terms, tensors = _terms(arguments, softplus, bounds, final), arguments.differentiable
+    u, A = arguments.u, arguments.A
+    state = u.shape[0], *A.shape
+
+    def run(part: parts.Part, cut: Tensor | None, required: Any) -> Run:
+        return Run(
+            *(members, terms, Options(softplus, backend), tuple(u.shape), u.dtype, u.device),
+            *(state, -3, reference.state_dtype(u.dtype, A.dtype), bool(final), False),
+            *(bounds, part, cut, required),
+        )
+
+    pairs = zip(every, tensors, strict=True)
+    reusable = all(other is None or one.dtype == other.dtype for one, other in pairs)
+    return Call(tensors, bounds, terms, False, run, reusable)
+
+
+def _terms(
+    arguments: Arguments, softplus: Any, bounds: tuple[int, ...] | None, final: Any
+) -> Terms:
+    """What ranks compare."""
+    u, tensors = arguments.u, arguments.differentiable
+    shapes = {"u": (*u.shape[:2], "T"), "A": tuple(arguments.A.shape)}
     for name in "BC":
         projection = getattr(arguments, name)
         # Without time, which is the last of four dimensions.
@@ -219,29 +238,18 @@ def _prepared(
     common = (
         *((name, f"({', '.join(map(str, shape))})") for name, shape in shapes.items()),
         ("dtype", str(u.dtype).removeprefix("torch.")),
-        ("of A", str(A.dtype).removeprefix("torch.")),
+        ("of A", str(arguments.A.dtype).removeprefix("torch.")),
         ("on", u.device.type),
         ("with", " ".join(names) or None),
         ("delta_softplus", bool(softplus)),
-        ("initial_state", None if initial is None else "given"),
+        ("initial_state", None if arguments.initial_state is None else "given"),
         ("cu_seqlens", None if bounds is None else "given"),
         ("return_final_state", bool(final)),
         ("gradients", "recorded" if recording else "not recorded"),
     )
     wants = recording and any(t is not None and t.requires_grad for t in tensors)
     digest, spelled = parts.compared(bounds)
-    terms = Terms("selective_scan", common, (time, int(wants)), 0, digest, spelled)
-
-    def run(part: parts.Part, cut: Tensor | None, required: Any) -> Run:
-        return Run(
-            *(members, terms, Options(softplus, backend), tuple(u.shape), u.dtype, u.device),
-            *((batch, *A.shape), -3, reference.state_dtype(u.dtype, A.dtype), bool(final), False),
-            *(bounds, part, cut, required),
-        )
-
-    pairs = zip(every, tensors, strict=True)
-    reusable = all(other is None or one.dtype == other.dtype for one, other in pairs)
-    return Call(tensors, bounds, terms, False, run, reusable)
+    return Terms("selective_scan", common, (u.shape[-1], int(wants)), 0, digest, spelled)
 
 
 def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:

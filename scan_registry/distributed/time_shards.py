@@ -131,23 +131,14 @@ def _linear_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | 
 def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     gates, tokens, initial, bounds, reset = tensors
     dim, reverse, final, backend = options
-    shape = common_shape(gates.shape, tokens.shape)
-    if shape is None or len(shape) > layouts.MOST:
+    if common_shape(gates.shape, tokens.shape) is None:
         return None
-    names = layouts.names_of(len(shape), dim).replace(".", TIME)
-    state = layouts.state_of(names, dim, bounds is not None).replace(TIME, ".")
-    of_state = [size for letter, size in zip(names, shape, strict=True) if letter != TIME]
-    if bounds is not None:
-        of_state.insert(dim % len(shape), bounds.shape[0] - 1)
-    inputs = (
-        layouts.broadcast(gates.shape, shape, names),
-        layouts.broadcast(tokens.shape, shape, names),
-        None if initial is None else layouts.broadcast(initial.shape, of_state, state),
-        None if bounds is None else ".",
-        None
-        if reset is None
-        else names[resets.batch_dim(len(shape), dim)] * (len(shape) > 1) + TIME,
-    )
+    layout = layouts.linear_scan(gates, tokens, initial, bounds, *options)
+    names = layout.outputs[0]
+    if names is None or TIME not in names:
+        return None
+    batch = "" if len(names) == 1 else names[resets.batch_dim(len(names), dim)]
+    layout = layout._replace(inputs=(*layout.inputs, None if reset is None else batch + TIME))
 
     def function(local: Sequence[Any], group: Any) -> Any:
         gates, tokens, initial, bounds, reset = local
@@ -155,9 +146,7 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         how |= {"return_final_state": final, "backend": backend, "group": group}
         return _public("linear_scan")(gates, tokens, initial, **how)
 
-    outputs = names, state if final else None
-    others = names.replace(TIME, "")
-    return Request(Layout(inputs, outputs, others), _both(function, final))
+    return Request(layout, _both(function, final))
 
 
 def _public(name: str) -> Callable[..., Any]:
@@ -189,18 +178,10 @@ def _gated(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
     kind, dim, reverse, final, backend = options
     *inputs, initial, bounds, reset = tensors
     count = len(KINDS[kind].inputs)
-    names = "bct" if dim % 3 == 2 else "btc"
-    state = "bc" if bounds is None else names.replace(TIME, ".")
-    shape = [size for size, letter in zip(inputs[0].shape, names, strict=True) if letter != TIME]
-    if bounds is not None:
-        shape.insert(dim % 3, bounds.shape[0] - 1)
-    letters = (
-        *[names for _ in inputs[:count]],
-        *["c" for _ in inputs[count:]],
-        None if initial is None else layouts.broadcast(initial.shape, shape, state),
-        None if bounds is None else ".",
-        None if reset is None else "bt",
-    )
+    parts = inputs[:count], inputs[count:]
+    layout = layouts.gated_scan(kind, *parts, reset, initial, bounds, *options[1:])
+    *letters, of_reset, of_initial, of_bounds = layout.inputs
+    layout = layout._replace(inputs=(*letters, of_initial, of_bounds, of_reset))
 
     def function(local: Sequence[Any], group: Any) -> Any:
         *inputs, initial, bounds, reset = local
@@ -209,8 +190,7 @@ def _gated(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         how |= {"backend": backend}
         return _public("gated_scan")(kind, *inputs, **how)
 
-    outputs = names, state if final else None
-    return Request(Layout(letters, outputs, "bc"), _both(function, final))
+    return Request(layout, _both(function, final))
 
 
 # --- selective_scan ---------------------------------------------------------------------------
@@ -223,15 +203,12 @@ def _selective_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int
 
 
 def _selective(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
-    A, B, C, bounds = tensors[2], tensors[3], tensors[4], tensors[-1]
+    A, B, C = tensors[2:5]
     softplus, final, backend = options
-    state = "bc." if bounds is None else "b.c."
-    whole: dict[str, int] = {}
-    projections = [layouts.projection(each, whole, TIME) for each in (B, C)]
-    if A.is_complex() and any(TIME in each for each in projections):
-        return None  # time holds pairs of numbers, which a shard of odd length would split
-    letters = ["bct", "bct", "c.", *projections, "c", "bct", "c", state, "."]
-    inputs = [None if t is None else names for t, names in zip(tensors, letters, strict=True)]
+    if A.is_complex() and max(B.dim(), C.dim()) > 2:
+        return None  # time holds pairs of numbers
+    layout = layouts.selective_scan(*tensors, *options)
+    layout = layout._replace(outputs=(layout.outputs[0], layout.outputs[1] if final else None))
 
     def function(local: Sequence[Any], group: Any) -> Any:
         *tensors, initial, bounds = local
@@ -239,8 +216,7 @@ def _selective(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None
         how |= {"backend": backend}
         return _public("selective_scan")(*tensors, softplus, initial, **how)
 
-    outputs = "bct", state if final else None
-    return Request(Layout(tuple(inputs), outputs, "bc", whole), _both(function, final))
+    return Request(layout, _both(function, final))
 
 
 # --- causal_conv1d ----------------------------------------------------------------------------
@@ -251,11 +227,7 @@ def _convolution_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[i
 
 
 def _convolution(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
-    bounds = tensors[-1]
     final, activation, backend = options
-    state = "bc." if bounds is None else ".c."
-    letters = ["bct", "c.", "c", state, "bt", "."]
-    inputs = [None if t is None else names for t, names in zip(tensors, letters, strict=True)]
 
     def function(local: Sequence[Any], group: Any) -> Any:
         x, weight, bias, initial, seq_idx, bounds = local
@@ -270,9 +242,8 @@ def _convolution(tensors: Sequence[Any], options: Sequence[Any]) -> Request | No
             backend=backend,
         )
 
-    outputs = "bct", state if final else None
-    shardable = "bc" if bounds is None else "c"
-    return Request(Layout(tuple(inputs), outputs, shardable), _both(function, final))
+    layout = layouts.causal_conv1d(*tensors, activation, final, backend)
+    return Request(layout, _both(function, final))
 
 
 _TIMES: dict[str, Callable[..., list[int | None]]] = {

@@ -22,7 +22,7 @@ for module in (
 ):
     import_module(f"scan_registry.ops.{module}")  # they register their operators
 
-WHOLE, CHANNEL = "bc.", "c"
+WHOLE, CHANNEL = "bct", "c"
 LAYOUT = Layout((WHOLE, CHANNEL), (WHOLE,), "bc")
 
 
@@ -70,8 +70,8 @@ def test_groups_are_not_parted() -> None:
 
 
 def test_what_is_broadcast_is_not_sharded() -> None:
-    assert layouts.broadcast((6, 1), (4, 6, 7), "ab.") == "b."
-    assert layouts.broadcast((1, 6, 7), (4, 6, 7), "ab.") == ".b."
+    assert layouts.broadcast((6, 1), (4, 6, 7), "abt") == "b."
+    assert layouts.broadcast((1, 6, 7), (4, 6, 7), "abt") == ".bt"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
