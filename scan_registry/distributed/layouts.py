@@ -46,10 +46,9 @@ def _wanted(letters: Sequence[str], wanted: Sequence[bool]) -> tuple[str | None,
 
 
 def names_of(rank: int, dim: int) -> str:
-    """A letter for each dimension; dots if there are more dimensions than letters."""
-    if rank > len(_NAMES):
-        return "." * rank
-    return "".join(TIME if d == dim % rank else _NAMES[d] for d in range(rank))
+    """A letter for each dimension; dots besides time if there are more dimensions than letters."""
+    names = _NAMES if rank <= len(_NAMES) else "." * rank
+    return "".join(TIME if d == dim % rank else names[d] for d in range(rank))
 
 
 def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:

@@ -135,8 +135,7 @@ def _linear(tensors: Sequence[Any], options: Sequence[Any]) -> Request | None:
         return None
     layout = layouts.linear_scan(gates, tokens, initial, bounds, *options)
     names = layout.outputs[0]
-    if names is None or TIME not in names:
-        return None
+    assert names is not None
     batch = "" if len(names) == 1 else names[resets.batch_dim(len(names), dim)]
     layout = layout._replace(inputs=(*layout.inputs, None if reset is None else batch + TIME))
 
