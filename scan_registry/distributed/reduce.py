@@ -98,12 +98,12 @@ class Run(ABC):
     # --- Of each operator --------------------------------------------------------------------
 
     @abstractmethod
-    def summary(self, tensors: Any, row: Tensor) -> Any:
-        """Write the summary of ``part.tail`` into ``row``. The result is for ``scan``."""
+    def summary(self, tensors: Any, row: Tensor) -> None:
+        """Write the summary of ``part.tail`` into ``row``."""
 
     @abstractmethod
     def scan(
-        self, tensors: Any, entered: Tensor | None, summary: Any, wants: int
+        self, tensors: Any, entered: Tensor | None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         """The output, the final states if sequences are packed and final states wanted, and what the backward pass needs to
         make the gradients that this rank wants."""
@@ -165,21 +165,22 @@ class Run(ABC):
     def _opening_of(self, terms: Terms, states: int) -> Opening:
         return opening_of(self.members, terms, self.device, states * self.count, self.compute)
 
-    def open(self, tensors: Tensors, read: bool) -> tuple[Opened, Any]:
+    def open(self, tensors: Tensors, read: bool) -> Opened:
         """Open a call with the ranks' summaries."""
         return self._exchange(self._opening, tensors, read)
 
-    def gather(self, tensors: Tensors, read: bool) -> tuple[Opened, Any]:
+    def gather(self, tensors: Tensors, read: bool) -> Opened:
         """Exchange the summaries after an opening that had none."""
         terms = self.terms._replace(operator=f"{self.terms.operator}'s exchange")
         return self._exchange(self._opening_of(terms, 2), tensors, read)
 
-    def _exchange(self, first: Opening, tensors: Tensors, read: bool) -> tuple[Opened, Any]:
-        def make(row: Tensor | None) -> Any:
-            return None if row is None else self.summary(tensors, row)
+    def _exchange(self, first: Opening, tensors: Tensors, read: bool) -> Opened:
+        def make(row: Tensor | None) -> None:
+            if row is not None:
+                self.summary(tensors, row)
 
         with torch.no_grad():
-            return first.exchange_made(make, read=read)
+            return first.exchange_made(make, read=read)[0]
 
     # --- States of one sequence and of all ---------------------------------------------------
 
@@ -235,7 +236,7 @@ class Run(ABC):
     # --- Both passes -------------------------------------------------------------------------
 
     def forward(
-        self, tensors: Tensors, opened: Opened, summary: Any, wants: int
+        self, tensors: Tensors, opened: Opened, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         """The output, the final state if it is wanted, and what the backward pass needs for the gradients that this rank
         wants."""
@@ -245,7 +246,7 @@ class Run(ABC):
             before = self.of_sequence(initial, part.enters)
             carry = fold(gathered, self._ranks(part.earlier), before, self.one_state)
             entered = self.with_sequence(initial, part.enters, _own(opened, carry))
-        out, last, saved = self.scan(tensors, entered, summary, wants)
+        out, last, saved = self.scan(tensors, entered, wants)
         if not self.final:
             return out, None, saved
         if self.sequences is not None:
@@ -364,7 +365,7 @@ def scan(
     recording = torch.is_grad_enabled()
     if plan is None:
         call = _checked(members, tensors, prepare)
-        run, opened, summary = _agreed(members, call)
+        run, opened = _agreed(members, call)
         tensors, mine = call.tensors, call.terms.local[1]
         if key is not None and call.reusable:
             members.session.keep(key, (run, mine))
@@ -372,13 +373,13 @@ def scan(
         run, mine = plan
         tensors = convert(tensors)
         # A rank that wants no gradients records a backward pass if another rank wants some, so it reads the headers.
-        opened, summary = run.open(tensors, read=recording and not mine)
+        opened = run.open(tensors, read=recording and not mine)
     if recording and (mine or any(numbers[1] for numbers in opened.local or ())):
         # If no tensor of this rank requires a gradient, this makes autograd run the rank's backward pass all the same.
         anchor = None if mine else torch.zeros((), device="cpu", requires_grad=True)
-        return _Scan.apply(anchor, run, opened, summary, mine, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+        return _Scan.apply(anchor, run, opened, mine, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     with torch.no_grad():
-        return run.forward(tensors, opened, summary, 0)[:2]
+        return run.forward(tensors, opened, 0)[:2]
 
 
 def _checked(members: Members, tensors: Tensors, prepare: Callable[[], Call]) -> Call:
@@ -391,14 +392,14 @@ def _checked(members: Members, tensors: Tensors, prepare: Callable[[], Call]) ->
         raise
 
 
-def _agreed(members: Members, call: Call) -> tuple[Run, Opened, Any]:
+def _agreed(members: Members, call: Call) -> tuple[Run, Opened]:
     """Agree with the other ranks on the call, and exchange the summaries."""
     terms, bounds = call.terms, call.bounds
     unsure = torch.is_grad_enabled() and not terms.local[1]
     if bounds is None:
         part = parts.whole(members.position(call.reverse), members.size)
         run = call.run(part, None, _required())
-        return run, *run.open(call.tensors, read=unsure)
+        return run, run.open(call.tensors, read=unsure)
     # A summary depends on the lengths of all ranks' parts.
     device = next(t.device for t in call.tensors if t is not None)
     local = opening.agree(members, terms, device)
@@ -407,8 +408,8 @@ def _agreed(members: Members, call: Call) -> tuple[Run, Opened, Any]:
     part = parts.packed(bounds, lengths, members.rank, call.reverse)
     run = call.run(part, torch.tensor(part.bounds, device=device), _required())
     # If another collective follows, the headers have to be read first, so that a failed rank is known.
-    opened, summary = run.gather(call.tensors, read=run.final or unsure)
-    return run, opened._replace(local=local), summary
+    opened = run.gather(call.tensors, read=run.final or unsure)
+    return run, opened._replace(local=local)
 
 
 def _key(operator: str, tensors: Tensors, options: tuple[Any, ...]) -> Any:
@@ -432,19 +433,17 @@ class _Scan(torch.autograd.Function):
     """Saves what the backward pass of the operator needs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, _: Any, run: Run, opened: Opened, summary: Any, wants: int, *tensors: Any
-    ) -> Outputs:
+    def forward(ctx: Any, _: Any, run: Run, opened: Opened, wants: int, *tensors: Any) -> Outputs:
         ctx.run, ctx.number = run, run.members.session.calls
-        out, last, saved = run.forward(tensors, opened, summary, wants)
+        out, last, saved = run.forward(tensors, opened, wants)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         return out, last
 
     @staticmethod
     def backward(ctx: Any, out_grad: Tensor | None, last_grad: Tensor | None) -> Any:
-        run, saved, wanted = ctx.run, ctx.saved_tensors, tuple(ctx.needs_input_grad[5:])
+        run, saved, wanted = ctx.run, ctx.saved_tensors, tuple(ctx.needs_input_grad[4:])
         if out_grad is None:
             out_grad = run.zeros(saved)
         backward = run.differentiable if torch.is_grad_enabled() else run.backward
-        return *(None,) * 5, *backward(saved, out_grad, last_grad, wanted, ctx.number)
+        return *(None,) * 4, *backward(saved, out_grad, last_grad, wanted, ctx.number)

@@ -1,8 +1,7 @@
 """``selective_scan`` of a sequence whose time is cut between the ranks of a group.
 
 Forward each rank scans its part twice. The first scan starts from zero and makes the part's summary: the product of the gates,
-and the last state. The second scan starts from the state before the part. Both scans work on chunks of the part at once
-(``selective_chunks``), unless sequences are packed.
+and the last state. The second scan starts from the state before the part.
 
 Backward nothing is read twice on a GPU, unless sequences are packed. The kernel ``adjoint``, which the backward pass of few
 channels runs in any case, tells what the gradient of the state before a part is, for any gradient of the state after it. Ranks
@@ -12,7 +11,7 @@ exchange that, and the kernel ``backward`` goes on from the right gradients.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts, reduce
-from scan_registry.distributed import selective_chunks as chunks
 from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
@@ -277,96 +275,69 @@ def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> 
 # --- Passes -----------------------------------------------------------------------------------
 
 
-class Summary(NamedTuple):
-    """What the chunks of some steps make of the states before them, (batch, count, channels, states) both."""
-
-    products: Tensor
-    totals: Tensor
-
-    def write(self, row: Tensor, *, backward: bool = False) -> None:
-        """Write the summary of all chunks together into a vector."""
-        half = row.numel() // 2
-        row[:half].copy_(self.products.prod(1).reshape(-1))
-        row[half:].copy_(chunks.total(*self, backward=backward).reshape(-1))
-
-
 class Run(reduce.Run):
-    """``tensors`` are those of ``_NAMES``. The backward pass needs all of them, the states that the chunks started from, and
-    the kernel's checkpoints."""
+    """``tensors`` are those of ``_NAMES``. The backward pass needs all of them, the state that the part started from, and the
+    kernel's checkpoints."""
 
     options: Options
 
-    def summary(self, tensors: Any, row: Tensor) -> Summary:
+    def summary(self, tensors: Any, row: Tensor) -> None:
         arguments = _steps(Arguments._make((*tensors, None)), self.part.tail)
-        made = _summary(arguments._replace(initial_state=None), self.options)
-        made.write(row)
-        return made
+        arguments = arguments._replace(D=None, z=None, initial_state=None)
+        last = plans.forward(arguments, self.options, False).last
+        _write(row, _decays(summed_sizes(arguments, self.options), arguments.A), last)
 
     def scan(
-        self, tensors: Any, entered: Tensor | None, summary: Summary | None, wants: int
+        self, tensors: Any, entered: Tensor | None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
-        arguments, count = Arguments._make((*tensors, self.bounds)), 1
-        if self.bounds is None and summary is not None:
-            count = summary.products.shape[1]
-            if count > 1:
-                entered = chunks.entering(*summary, entered).flatten(0, 1)
-        every = chunks.chunks_of(arguments, count, entered)
-        made = plans.forward(every, self.options, bool(wants))
-        out = chunks.joined(made.out, count)
-        if count > 1:  # No view: users could not change a view that a function returns in place.
-            out = out.detach()
-        return out, made.last, (*tensors, entered, made.checkpoints)
+        arguments = Arguments._make((*tensors[:-1], entered, self.bounds))
+        made = plans.forward(arguments, self.options, bool(wants))
+        return made.out, made.last, (*tensors, entered, made.checkpoints)
 
     def zeros(self, saved: Any) -> Tensor:
         return torch.zeros_like(saved[0])
 
-    def _chunks(self, saved: Any, out_grad: Tensor) -> tuple[int, Arguments, Tensor]:
-        """The number of chunks, the arguments of all, and the gradients of their outputs."""
-        *tensors, entered, _ = saved
-        batch = tensors[0].shape[0]
-        count = 1 if entered is None or not batch else entered.shape[0] // batch
-        every = chunks.chunks_of(Arguments._make((*tensors, self.bounds)), count, entered)
-        return count, every, chunks.chunked(out_grad, count)
+    def _arguments(self, saved: Any) -> Arguments:
+        """The arguments of the second scan."""
+        *tensors, _, entered, _ = saved
+        return Arguments._make((*tensors, entered, self.bounds))
 
-    def backward_summary(
-        self, saved: Any, out_grad: Tensor, row: Tensor
-    ) -> tuple[Summary, plans.Adjoints | None]:
-        count, every, grad = self._chunks(saved, out_grad)
-        checkpoints, head = saved[-1], self.part.head
+    def backward_summary(self, saved: Any, out_grad: Tensor, row: Tensor) -> plans.Adjoints | None:
+        """The result is what the kernel ``adjoint`` has computed, if it can serve for all steps."""
+        arguments, checkpoints = self._arguments(saved), saved[-1]
         if self.bounds is not None:
-            every, grad = _steps(every._replace(initial_state=None), head), _cut(grad, head)
-            checkpoints = checkpoints.new_empty(0)
+            arguments = _steps(arguments._replace(initial_state=None), self.part.head)
+            out_grad, checkpoints = _cut(out_grad, self.part.head), checkpoints.new_empty(0)
         with policy.as_required(self.required):
-            made = _backward_summary(every, checkpoints, grad, self.options, count)
-        made[0].write(row, backward=True)
-        return made
+            adjoints = plans.adjoint(arguments, out_grad, self.options)
+            if adjoints is None:
+                before = _gradient_before(arguments, checkpoints, out_grad, self.options)
+                products = _decays(summed_sizes(arguments, self.options), arguments.A.conj())
+            else:
+                before = _composed(adjoints, arguments.A)
+                products = _decays(adjoints.sizes.sum(1), arguments.A)
+        _write(row, products, before)
+        return adjoints if self.bounds is None else None
 
     def gradients(
         self,
         saved: Any,
         out_grad: Tensor,
         behind: Tensor | None,
-        summary: tuple[Summary, plans.Adjoints | None] | None,
+        summary: plans.Adjoints | None,
         wanted: tuple[bool, ...],
     ) -> Tensors:
-        count, every, grad = self._chunks(saved, out_grad)
-        adjoints = None
-        if self.bounds is None and summary is not None:
-            of_chunks, adjoints = summary
-            if count > 1:
-                behind = chunks.entering(*of_chunks, behind, backward=True).flatten(0, 1)
+        arguments = self._arguments(saved)
         exists = tuple(
-            w and t is not None for w, t in zip(wanted, every.differentiable, strict=True)
+            w and t is not None for w, t in zip(wanted, arguments.differentiable, strict=True)
         )
         with policy.as_required(self.required):
-            tensors = every, saved[-1], grad, behind
-            if unobserved(*every, grad, behind):
-                grads = plans.backward(*tensors, self.options, exists, adjoints)
+            tensors = arguments, saved[-1], out_grad, behind
+            if unobserved(*arguments, out_grad, behind):
+                grads = plans.backward(*tensors, self.options, exists, summary)
             else:
                 grads = first_derivative(*tensors, self.options, exists)
-        arguments = Arguments._make((*saved[:-2], None))
-        grads = chunks.of_whole(grads, arguments, count)
-        pairs = zip(grads, arguments.differentiable, strict=True)
+        pairs = zip(grads, saved[:-2], strict=True)
         return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in pairs)
 
     def differentiable(
@@ -398,33 +369,49 @@ def _cut(x: Any, steps: parts.Steps | None) -> Any:
     return x if x is None or steps is None else x.narrow(-1, steps[0], steps[1] - steps[0])
 
 
-def _summary(arguments: Arguments, options: Options) -> Summary:
-    """The summary of a forward pass: a scan from zero, whose output is not used."""
-    count = chunks.chunk_count(arguments)
-    every = chunks.chunks_of(arguments._replace(D=None, z=None), count, None)
-    totals = plans.forward(every, options, False).last
-    products = chunks.decays(chunks.summed_sizes(every, options), arguments.A)
-    return Summary(*(x.unflatten(0, (-1, count)) for x in (products, totals)))
+def _write(row: Tensor, products: Tensor, states: Tensor) -> None:
+    half = row.numel() // 2
+    row[:half].copy_(products.reshape(-1))
+    row[half:].copy_(states.reshape(-1))
 
 
-def _backward_summary(
-    every: Arguments, checkpoints: Tensor, out_grad: Tensor, options: Options, count: int
-) -> tuple[Summary, plans.Adjoints | None]:
-    """The summary of a backward pass, of chunks in the opposite order; and what the kernel has found, if there is one."""
-    adjoints = plans.adjoint(every, out_grad, options)
-    if adjoints is None:
-        # A whole backward pass, for the sake of one of its results.
-        of_states = every
-        if every.initial_state is None:
-            wide = reference.state_dtype(every.u.dtype, every.A.dtype)
-            zeros = torch.zeros(plans.state_shape(every), dtype=wide, device=every.A.device)
-            of_states = every._replace(initial_state=zeros)
-        wanted = (False,) * 8 + (True,)
-        totals = first_derivative(of_states, checkpoints, out_grad, None, options, wanted)[8]
-        assert totals is not None
-        products = chunks.decays(chunks.summed_sizes(every, options), every.A.conj())
-    else:
-        decays = chunks.decays(adjoints.sizes, every.A)
-        totals = chunks.total(decays, adjoints.gradients, backward=True)
-        products = chunks.decays(adjoints.sizes.sum(1), every.A)
-    return Summary(*(x.unflatten(0, (-1, count)) for x in (products, totals))), adjoints
+def _decays(sizes: Tensor, A: Tensor) -> Tensor:
+    """The products of the gates of steps whose sizes add up to ``sizes``, (…, channels)."""
+    return torch.exp(sizes.unsqueeze(-1) * A)
+
+
+def _composed(adjoints: plans.Adjoints, A: Tensor) -> Tensor:
+    """The gradient of the state before the first of the kernel's parts, if that behind the last one is zero."""
+    decays, gradients = _decays(adjoints.sizes, A), adjoints.gradients
+    *others, last = range(gradients.shape[1])
+    gradient = gradients[:, last]
+    for part in reversed(others):
+        gradient = torch.addcmul(gradients[:, part], decays[:, part], gradient)
+    return gradient
+
+
+def _gradient_before(
+    arguments: Arguments, checkpoints: Tensor, out_grad: Tensor, options: Options
+) -> Tensor:
+    """The gradient of the state before the steps, where no kernel makes it alone: by a whole backward pass."""
+    if arguments.initial_state is None:
+        wide = reference.state_dtype(arguments.u.dtype, arguments.A.dtype)
+        shape = plans.state_shape(arguments)
+        zeros = torch.zeros(shape, dtype=wide, device=arguments.A.device)
+        arguments = arguments._replace(initial_state=zeros)
+    wanted = (False,) * 8 + (True,)
+    gradient = first_derivative(arguments, checkpoints, out_grad, None, options, wanted)[8]
+    assert gradient is not None
+    return gradient
+
+
+def summed_sizes(arguments: Arguments, options: Options) -> Tensor:
+    """The sums of the step sizes, (batch, channels), in the computation's dtype. With softplus a kernel adds them up on a GPU,
+    unless no kernel takes the arguments."""
+    delta, bias = arguments.delta, arguments.delta_bias
+    if not options.softplus:
+        compute = reference.compute_dtype(delta.dtype)
+        total: Tensor = delta.sum(-1, dtype=compute)
+        return total if bias is None else total + delta.shape[-1] * bias.to(compute)
+    by_kernel = plans.sizes(arguments, options)
+    return reference.step_sizes(delta, bias, True).sum(-1) if by_kernel is None else by_kernel

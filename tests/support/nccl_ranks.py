@@ -107,7 +107,7 @@ SELECTIVE_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
 #: (batch, channels, time), dtype, and which ranks have how many steps.
 SELECTIVE: tuple[tuple[tuple[int, int, int], str, str], ...] = (
     ((1, 96, 3001), "float32", "uneven"),
-    ((1, 640, 8192), "bfloat16", "even"),  # in chunks
+    ((1, 640, 8192), "bfloat16", "even"),
     ((2, 100, 600), "float32", "empty"),
     ((2, 8448, 512), "bfloat16", "even"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from distributed_operators import (
     Selective,
     selective,
@@ -11,6 +12,10 @@ from distributed_operators import (
     selective_outputs,
 )
 from rank_pool import SIZES, RankPool
+
+from scan_registry.distributed.selective import summed_sizes
+from scan_registry.kernels.selective_scan import reference
+from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 
@@ -48,15 +53,13 @@ def test_one_packed_sequence(ranks: RankPool, complex_numbers: bool) -> None:
     ranks.run(3, selective, case)
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_outputs_can_be_changed_in_place(ranks: RankPool, chunks: int) -> None:
-    ranks.run(2, selective_outputs, chunks)
+def test_outputs_can_be_changed_in_place(ranks: RankPool) -> None:
+    ranks.run(2, selective_outputs)
 
 
 @pytest.mark.parametrize("lengths", [[0, 4, 8], [0, 0, 4], [4, 0, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_parts_without_steps(ranks: RankPool, chunks: int, lengths: list[int]) -> None:
-    ranks.run(3, selective_beginnings, chunks, lengths)
+def test_parts_without_steps(ranks: RankPool, lengths: list[int]) -> None:
+    ranks.run(3, selective_beginnings, lengths)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
@@ -67,3 +70,15 @@ def test_a_rank_that_can_make_no_summary(ranks: RankPool, backward: bool, known:
     for first, following in others:
         assert "rank 2: MemoryError: no room" in first
         assert following == ""
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_step_sizes_add_up(softplus: bool, biased: bool) -> None:
+    torch.manual_seed(0)
+    delta = torch.randn(3, 10, 50).bfloat16()
+    bias = torch.randn(10) if biased else None
+    arguments = Arguments(delta, delta, delta, delta, delta, None, None, bias, None, None)
+    total = summed_sizes(arguments, Options(softplus))
+    assert total.dtype == torch.float32
+    torch.testing.assert_close(total, reference.step_sizes(delta, bias, softplus).sum(-1))
