@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from scan_registry.bench.latency import Call, Latency, Stopwatch, all_gather
+from scan_registry.bench.latency import Call, Latency, Stopwatch
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
+from scan_registry.distributed.group import gather
 from scan_registry.ops.linear_scan import linear_scan as local_scan
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.version import __version__
@@ -153,8 +154,8 @@ class GroupBench:
     def _gather(self, case: Case) -> Call:
         """Two float32 rows a channel, of each rank."""
         rows = torch.zeros(2 * case.batch * case.channels, device=self.device)
-        held = torch.empty(self.ranks * rows.numel(), device=self.device)
-        return lambda: all_gather(held, rows, group=self.group)
+        every = torch.empty(self.ranks * rows.numel(), device=self.device)
+        return lambda: gather(every, rows, group=self.group)
 
     def document(self) -> dict[str, Any]:
         """The stable form, as ``schemas/bench-distributed.json`` describes it: keys are only ever added."""

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 Call = Callable[[], Any]
 
-#: ``all_gather_into_tensor`` is the older name; torch warns of it from 2.13 on.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-
 WARM_UP, ROUNDS = 3, 9  # calls before and in each measurement
 _CYCLES = 2e9  # cycles per second of a GPU's clock, about
 _MOST_SLEEP = 0.05  # seconds

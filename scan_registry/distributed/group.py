@@ -19,9 +19,9 @@ __all__ = [
     "Session",
     "all_gather",
     "all_reduce",
+    "gather",
     "is_capturing",
     "resolve",
-    "session",
     "untraced",
 ]
 
@@ -38,7 +38,7 @@ _PLANS = 64  # the most plans that a session keeps
 
 
 #: The name of this function depends on torch's version; newer versions warn of the old name.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # --- Ranks ------------------------------------------------------------------------------------
 
@@ -164,11 +164,6 @@ class Session:
 _known: WeakKeyDictionary[Any, Members] = WeakKeyDictionary()
 
 
-def session(members: Members) -> Session:
-    """The group's session, which lives as long as the group."""
-    return members.session
-
-
 # --- Exchanges that ranks have agreed on ------------------------------------------------------
 
 
@@ -194,7 +189,7 @@ def all_gather(members: Members, row: Tensor) -> Tensor:
     mine = row.to(place).contiguous().view(torch.uint8)
     found = mine.new_empty(members.size * mine.numel())
     if found.numel():
-        _gather(found, mine, members.group)
+        gather(found, mine, members.group)
     return found.view(row.dtype).view(members.size, row.numel()).to(row.device)
 
 

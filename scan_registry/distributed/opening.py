@@ -35,10 +35,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from scan_registry.distributed.group import Members, Session, all_gather, is_capturing, session
+from scan_registry.distributed.group import Members, Session, all_gather, gather, is_capturing
 from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
 from scan_registry.ops.derivatives import PLAIN_TYPES
 from scan_registry.ops.sharded import is_dtensor
@@ -68,9 +67,6 @@ _STREAMS = 3
 _COMPARED = 3  # words of a header that have to be equal: digest, failed, number
 _WORD = 8
 _NUMBER = 2  # the word that is the number of the call
-
-#: The name of this function depends on torch's version; newer versions warn of the old name.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _NOT_RECORDED = (
     "a CUDA graph cannot record this call, in which the CPU compares the arguments of all ranks: make the same call twice "
@@ -182,7 +178,7 @@ class Opening:
 
     def _message(self) -> Message:
         """The message to send next, whose row the call fills in."""
-        capacity = session(self.members).capacity
+        capacity = self.members.session.capacity
         key = capacity, _stream(self.on)
         # Memory of a CUDA graph belongs to that graph, and it shares none with calls that are not recorded.
         capturing = is_capturing(self.on)
@@ -195,8 +191,8 @@ class Opening:
             if capturing and other is not None:
                 # A graph cannot copy from the CPU's usual memory. Whenever it runs, it reads the other message.
                 found.copy_header(other)
-                if other not in session(self.members).captured:
-                    session(self.members).captured.append(other)
+                if other not in self.members.session.captured:
+                    self.members.session.captured.append(other)
             else:  # another stream may not have written the other message yet
                 found.write(encoded(self.terms._replace(number=0)))
             if not capturing:
@@ -237,7 +233,7 @@ class Opening:
     def _exchange(
         self, message: Message | None, error: Exception | None, number: int, read: bool
     ) -> Opened:
-        members, place, state = self.members, self.place, session(self.members)
+        members, place, state = self.members, self.place, self.members.session
         # While a CUDA graph is recorded, asking for an event would end the recording.
         capturing = is_capturing(place)
         if state.unread and not capturing:
@@ -254,7 +250,7 @@ class Opening:
             message.number.fill_(number)
             message.sent = number
         words = torch.empty(members.size, message.memory.shape[0], dtype=torch.int64, device=place)
-        _gather(words.view(-1), message.memory, members.group)
+        gather(words.view(-1), message.memory, members.group)
         local = equal = None
         if reads:
             local = self._read(words, error)
@@ -266,14 +262,14 @@ class Opening:
 
     def _has_to_read(self, message: Message | None) -> bool:
         """Whether the headers have to be read before the call goes on, or can be read without waiting."""
-        state = session(self.members)
+        state = self.members.session
         fits = message is not None and (message.inline or not self.count)
         known = fits and self.kind in state.agreed
         return not known or state.careful or not _reading_waits(self.place)
 
     def _read(self, words: Tensor, error: Exception | None) -> tuple[tuple[int, ...], ...]:
         """The local numbers of all ranks, or the error of this call."""
-        state = session(self.members)
+        state = self.members.session
         # Read headers until a call succeeds: ranks may learn of an error in different calls.
         state.careful = True
         # If this raises, the comparisons of earlier calls have no more to say.
@@ -293,7 +289,7 @@ class Opening:
         if message.inline:
             at = HEADER // self.dtype.itemsize
             return words.view(self.dtype)[:, at : at + self.count]
-        state, size = session(self.members), HEADER + self.count * self.dtype.itemsize
+        state, size = self.members.session, HEADER + self.count * self.dtype.itemsize
         if self.device.type == self.place.type and state.capacity < size <= _MOST:
             state.capacity = 1 << (size - 1).bit_length()
         return all_gather(self.members, message.row)
@@ -307,7 +303,7 @@ def _stream(place: torch.device) -> int:
 
 def _opening_device(members: Members, device: torch.device | None) -> torch.device:
     """The device for headers. Its kind depends on the group alone, as a rank's tensors may be on a wrong device."""
-    kinds = session(members).kinds
+    kinds = members.session.kinds
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
     if device is not None and device.type in kinds:
@@ -418,7 +414,7 @@ def _earlier_error(members: Members) -> Exception | None:
 
 def check_unread(members: Members) -> None:
     """Raise the error of an earlier call whose headers a GPU compared. Only comparisons that have finished are checked."""
-    state = session(members)
+    state = members.session
     while state.unread and state.unread[0].flag.has_come():
         flag, headers, operator = state.unread.popleft()
         state.flags.append(flag)
