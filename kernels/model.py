@@ -18,6 +18,8 @@ from scan_registry.kernels.tuning import Model, Shape, Source
 Language = Literal["cuda", "triton"]
 #: In order of preference on one tier, unless a family says otherwise of a problem.
 LANGUAGES: tuple[Language, ...] = ("cuda", "triton")
+#: What a call runs that no kernel fits, of most families.
+PLAIN_TORCH = "plain torch, step by step along time"
 Static: TypeAlias = str | int
 #: Static parameters with their values.
 Pins: TypeAlias = tuple[tuple[str, Static], ...]
@@ -406,6 +408,7 @@ class Family:
                aligned and that are not: what ``doctor`` asks selection about
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     by_torch   the dtypes that plain torch computes on the CPU all the same
+    stand_in   what a call runs on a GPU that no kernel fits
     languages  problem -> languages in order of preference on one tier
     routes     problem -> other ways to pose it, which may be faster
     estimate   coefficients of the timing model, a kernel, what a variant prints as, the problem that it is to solve, the
@@ -419,6 +422,7 @@ class Family:
     samples: tuple[Sample, ...] = ()
     on_cpu: bool = False
     by_torch: tuple[str, ...] = ()
+    stand_in: str = PLAIN_TORCH
     languages: Callable[[Any], tuple[Language, ...]] = lambda problem: LANGUAGES
     routes: Callable[[Any], tuple[Route, ...]] = lambda problem: ()
     estimate: Callable[[Model, Kernel, str, Any, Route | None, int], float | None] = (

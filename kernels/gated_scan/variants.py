@@ -1,4 +1,4 @@
-"""What all CUDA kernels of gated scan have in common: signature, variants, compile-time constants and which variants wheels
+"""What all kernels of gated scan have in common: signature, variants, compile-time constants and which variants wheels
 ship. The static parameters of a variant begin with dtype, kind and access. The kind is its header's name.
 """
 
@@ -65,7 +65,7 @@ def headers() -> tuple[str, ...]:
 
 
 def constants(variant: Variant) -> dict[str, Static]:
-    """The constants that every CUDA kernel of the family is compiled with."""
+    """The constants that every kernel of the family is compiled with."""
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {
         "KIND_HEADER": f'"kinds/{variant.text("kind")}.cuh"',

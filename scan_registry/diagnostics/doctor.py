@@ -12,7 +12,7 @@ from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.diagnostics.doctor_words import listed, outcome, wheel_for
-from scan_registry.diagnostics.explanation import called, grouped
+from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.diagnostics.first_calls import FirstCall, first_calls
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, Toolchain, dotted, nearest_tier
@@ -21,7 +21,7 @@ from scan_registry.dispatch.select import Backend, Decision, Rejected, System, s
 from scan_registry.dispatch.shipped import holds, targets_of
 from scan_registry.hardware.device import SUPPORTED, Device, driver_text
 from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
-from scan_registry.kernels.model import Family, Language, Sample, Variant
+from scan_registry.kernels.model import PLAIN_TORCH, Family, Language, Sample, Variant
 
 Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
@@ -247,7 +247,7 @@ def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> I
             yield Finding(
                 severity,
                 found.name,
-                f"{outcome(group.device, backend, tier)}{'; no wheel holds it' if left else ''}: {kernels}",
+                f"{outcome(group.device, backend, tier)}{'; no wheel holds it' if left else ''}: {kernels}{group.stand_ins()}",
                 tuple(dict.fromkeys(group.remedies())),
                 group.reasons(),
             )
@@ -297,6 +297,13 @@ class _Group:
     def device(self) -> Device:
         assert self.system.device is not None
         return self.system.device
+
+    def stand_ins(self) -> str:
+        """What runs in place of kernels, by family, where it is more than plain torch."""
+        if self.tier is not Tier.REFERENCE or self.device.capability < OLDEST:
+            return ""
+        others = {f.name: f.stand_in for f, _ in self.samples if f.stand_in != PLAIN_TORCH}
+        return "".join(f"; {name}: {stand_in}" for name, stand_in in others.items())
 
     def reasons(self) -> tuple[str, ...]:
         """Why none of the kernels that solve the problems runs: first reasons of variants, then reasons of whole

@@ -13,14 +13,15 @@ from typing import Any, get_type_hints
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
+from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.routes import faster_apart
-from scan_registry.dispatch.select import Candidate, Decision, Rejected, System
+from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import PLAIN_TORCH
 from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
@@ -109,7 +110,8 @@ class Step:
         here = not decision.system.device and decision.backend == "auto"
         if here and family.compiled_for_cpu(decision.problem.dtype):
             return "this package's compiled code for the CPU"
-        return "plain torch, step by step along time"
+        on_gpu = decision.system.device and decision.backend != "reference"
+        return family.stand_in if on_gpu else PLAIN_TORCH
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         decision, winner = self.decision, self.decision.winner
@@ -234,10 +236,13 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
 def decided(
     name: str, calls: Mapping[str, KernelCall], there: System, backend: str, lowest: Tier
 ) -> Explanation:
-    """The decisions for the kernel calls of one operator's call. Only kernels need copies; the reference does not."""
+    """The decisions for the kernel calls of one operator's call. Only kernels need copies; the reference does not. Where torch's
+    operators and another family's kernel stand in for a kernel, the step of that kernel follows the kernel's own. Only the
+    former is there with backend "triton", as no family that has stand-ins is in Triton."""
     steps: list[Step] = []
+    operator = operators()[name]
     for step, call in calls.items():
-        of = family(operators()[name].family_of(call))
+        of = family(operator.family_of(call))
         decision = select_first(there, of, call.alternatives(backend), lowest)
         fused = call.fused() if "reduction" in calls and there.device else None
         if fused is not None:
@@ -245,8 +250,19 @@ def decided(
             both = select_first(there, of, one, min(lowest, Tier.PTX))
             if both.launch() and not faster_apart(both, decision):
                 return Explanation(name, there.device, (*steps, Step(step, (), both)))
-        steps.append(Step(step, call.copied if decision.launch() else (), decision))
+        stand_in = operator.stand_in(call)
+        if stand_in is None or backend != "triton":
+            steps.append(_step(step, call, decision))
+        composed = backend == "auto" and decision.winner and not decision.launches and there.device
+        if stand_in is not None and (composed or backend == "triton"):
+            other, inner = stand_in
+            decision = select_first(there, family(other), inner.alternatives(backend), lowest)
+            steps.append(_step(f"{step}, {other}", inner, decision))
     return Explanation(name, there.device, tuple(steps))
+
+
+def _step(name: str, call: KernelCall, decision: Decision) -> Step:
+    return Step(name, call.copied if decision.launch() else (), decision)
 
 
 def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str, KernelCall], Any]:
@@ -337,41 +353,6 @@ def device_record(device: Device) -> dict[str, Any]:
 def _attestations() -> Mapping[str, Attestation]:
     """By digest. They come with this package, whatever archives there are to ask about."""
     return worst_attestations(ROOT)
-
-
-def grouped(losers: Iterable[Rejected]) -> dict[str, tuple[str, ...]]:
-    """The subjects by the reason that they share, in order of appearance."""
-    groups: dict[str, list[str]] = {}
-    for loser in losers:
-        groups.setdefault(loser.reason, []).append(loser.subject)
-    return {reason: tuple(subjects) for reason, subjects in groups.items()}
-
-
-def called(subjects: tuple[str, ...]) -> str:
-    """Subjects in one phrase, such as ``12 variants for compute_80, sm_90``."""
-    if len(subjects) == 1:
-        return subjects[0]
-    variants: dict[str, None] = {}
-    targets: dict[str, None] = {}
-    others: dict[str, None] = {}
-    for subject in subjects:
-        text, separator, target = subject.rpartition(" for ")
-        if separator and _is_variant(text):
-            variants[text], targets[target] = None, None
-        else:
-            others[subject] = None
-    if not variants:
-        return ", ".join(others)
-    count = f"{len(variants)} variants" if len(variants) > 1 else next(iter(variants))
-    return ", ".join([f"{count} for {', '.join(targets)}", *others])
-
-
-def _is_variant(text: str) -> bool:
-    try:
-        Variant.parse(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _problem(decision: Decision) -> str:

@@ -103,8 +103,9 @@ def gated_scan(
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along ``dim`` begin, and where
             the last one ends: 0, …, T; as for ``linear_scan``.
         return_final_state: return the state after the last step, too.
-        backend: ``"auto"`` takes the best that this device has; ``"cuda"`` and ``"triton"`` pin a language;
-            ``"reference"`` is plain torch on any device.
+        backend: ``"auto"`` takes the best that this device has; ``"cuda"`` pins the family's own kernels;
+            ``"triton"`` computes gates and tokens by torch's operators, and scans them with ``linear_scan``'s
+            Triton kernels; ``"reference"`` is plain torch on any device.
 
     Returns:
         The states, in the shape and dtype of the sequences, and if asked for the final state in float32, or float64 with

@@ -1,6 +1,7 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
-This runs where kernels cannot: for tensors on the CPU, float64, derivatives of derivatives, forward mode and ``torch.func``.
+This runs where the family's own kernels cannot: on the CPU, on GPUs that none of them fits, for float64, with
+``backend="triton"``, and for derivatives of derivatives, forward mode and ``torch.func``.
 If no derivatives are recorded, the tensors are computed piece by piece: a piece is some channels of some batches. Gates and
 tokens of a piece stay in the caches of a CPU, and take little memory.
 """
@@ -48,7 +49,7 @@ def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
 
 def _forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     gates, tokens = gates_and_tokens(given, options)
-    backend = "reference" if options.backend == "reference" else "auto"
+    backend = "auto" if options.backend == "cuda" else options.backend
     how = arguments.Options(options.dim, options.reverse, options.final, backend)
     states_before = given.initial_state, given.cu_seqlens
     if given.reset is None:

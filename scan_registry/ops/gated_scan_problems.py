@@ -8,6 +8,7 @@ as ``normalised`` makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ from scan_registry.kernels.gated_scan.problem import (
     Layout,
     Strides,
 )
+from scan_registry.kernels.linear_scan.reference import compute_dtype
+from scan_registry.ops import arguments, resets
 from scan_registry.ops.gated_scan_arguments import COMPILED, Arguments, Options
 from scan_registry.ops.launching import addresses_of
-from scan_registry.ops.problems import StateLayout, as_new
+from scan_registry.ops.layout import KernelCall as LinearKernelCall
+from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call
 
 #: An input is copied to the strides of the others only if that takes at most so many times the tensor's own size.
 _MOST_ROOM = 2
@@ -40,6 +44,7 @@ class KernelCall:
     inputs  strides of copies of inputs
     dense   strides of what the kernel writes, and of copies of the states and of their gradient
     direct  whether ``dense`` are the strides of a new tensor like the first input
+    stand_in  the family and the call that scan gates and tokens where torch's operators compute these
     """
 
     problem: GatedScanProblem
@@ -47,6 +52,7 @@ class KernelCall:
     inputs: Sizes = (0, 0, 0)
     dense: Sizes = (0, 0, 0)
     direct: bool = True
+    stand_in: tuple[str, LinearKernelCall] | None = None
 
     def alternatives(self, backend: Backend) -> tuple[tuple[GatedScanProblem, Backend], ...]:
         """The problem alone."""
@@ -57,9 +63,12 @@ class KernelCall:
 
 
 def has_kernels(given: Arguments, options: Options) -> bool:
-    """Whether this family has kernels for it. ``linear_scan`` has those for kind ``linear`` without resets."""
+    """Whether this family has kernels for it. ``linear_scan`` has those for kind ``linear`` without resets. None is in
+    Triton."""
     first = given.inputs[0]
-    return first.dtype in COMPILED and first.numel() > 0 and not is_linear(given, options)
+    if options.backend == "triton" or is_linear(given, options):
+        return False
+    return first.dtype in COMPILED and first.numel() > 0
 
 
 def is_linear(given: Arguments, options: Options) -> bool:
@@ -202,15 +211,33 @@ def _reset_batch(reset: Tensor | None) -> int:
 
 def describe(given: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
     """The kernel calls by direction; ``backward`` only if ``differentiated``. Nothing is computed."""
-    if given.inputs[0].numel() == 0:
+    first, bounds = given.inputs[0], given.cu_seqlens
+    if first.numel() == 0:
         return {}
     addresses = addresses_of(aligned_reset(given).flat)
-    model = torch.empty_like(given.inputs[0], device="meta")
-    calls = {"forward": make_call("forward", given, options, addresses)}
+    model = torch.empty_like(first, device="meta")
+    calls: dict[Direction, KernelCall] = {
+        "forward": make_call("forward", given, options, addresses)
+    }
     if differentiated:
         others = {"states": model, "states_grad": model}
         calls["backward"] = make_call("backward", given, options, addresses, others)
-    return calls
+    gates, how = model.to(compute_dtype(first.dtype)), arguments.Options(*options[1:])
+    if given.reset is not None:
+        gates, _, bounds, how = resets.stretches(gates, how)
+    return {
+        direction: replace(call, stand_in=("linear_scan", _scan(direction, gates, bounds, how)))
+        for direction, call in calls.items()
+    }
+
+
+def _scan(
+    direction: Direction, gates: Tensor, bounds: Tensor | None, options: arguments.Options
+) -> LinearKernelCall:
+    """The call of ``linear_scan`` for gates, and tokens and states like them."""
+    names = ("tokens",) if direction == "forward" else ("states", "states_grad")
+    others = dict.fromkeys(names, gates)
+    return make_kernel_call(direction, gates, others, bounds, options.dim, options.reverse)
 
 
 def aligned_reset(given: Arguments) -> Arguments:

@@ -92,6 +92,12 @@ class Operator(Protocol):
         """The family of kernels that a part of a call is for: the operator's own, unless it calls another operator."""
         return self.name
 
+    def stand_in(self, call: KernelCall) -> tuple[str, KernelCall] | None:
+        """Where no kernel of the family fits a GPU: the family whose kernel runs, beside torch's operators, and the call of that
+        kernel. None if plain torch does all."""
+        other: tuple[str, KernelCall] | None = getattr(call, "stand_in", None)
+        return other
+
     def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
         """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
 

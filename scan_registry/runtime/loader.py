@@ -341,7 +341,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     _tell(
         key,
         f"{decision.family.name}.{decision.problem.kernel} runs on tier reference on {there.name} "
-        f"({there.arch}), in plain torch and step by step: this call took "
+        f"({there.arch}), which is {decision.family.stand_in}: this call took "
         f"{1e3 * (time.perf_counter() - started):.0f} ms. {advice(decision)}; "
         "`scan-registry doctor` tells more",
     )

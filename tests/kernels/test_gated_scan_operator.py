@@ -25,6 +25,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.ops import derivatives
 from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
@@ -230,6 +231,33 @@ def test_empty_tensors_need_no_kernel(used: list[GatedScanProblem]) -> None:
         (out.sum() + last.sum()).backward()
         assert out.shape == shape
         assert leaf.grad is not None
+    assert not used
+
+
+def test_triton_scans_gates_that_torch_computes(
+    used: list[GatedScanProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel of this family is in Triton."""
+    backends: list[str] = []
+
+    def scan(*args: Any) -> Any:
+        backends.append(args[-1].backend)
+        return derivatives_scan(*args[:-1], args[-1]._replace(backend="auto"))
+
+    derivatives_scan = derivatives.scan
+    monkeypatch.setattr(derivatives, "scan", scan)
+    inputs = torch.randn(2, 8, 40), torch.randn(2, 8, 40)
+    for reset in (None, torch.rand(2, 40) < 0.2):
+        tensors, options = plans.Arguments(inputs, (), reset), plans.Options("min_gru")
+        expected = min_gru(*(x.double() for x in inputs), reset=reset)
+        states, _ = plans.forward(tensors, options._replace(backend="triton"))
+        assert relative_error(states, expected) <= 2e-6
+        plans.backward(
+            *(tensors, states, states, None),
+            options._replace(backend="triton"),
+            (True, True, False),
+        )
+    assert [b for b in backends if b != "auto"] == ["triton"] * 4
     assert not used
 
 

@@ -252,8 +252,6 @@ KERNELS_MAY = {
     "solution": {"torch"},
     "triton_columns": {"triton"},
     "triton_kernels": {"triton"},
-    "triton_kinds": {"triton"},
-    "triton_scans": {"triton"},
     "triton_tiles": {"triton"},
 }
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from selecting import Describe
 
 import scan_registry
 from scan_registry.cli import main
+from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Tier, Toolchain
+from scan_registry.dispatch.select import System
 from scan_registry.kernels.gated_scan import cases
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.spec import FAMILY
@@ -84,6 +90,35 @@ def test_a_linear_scan_without_resets_is_another_operators() -> None:
         scan_registry.gated_scan, "linear", x, x, reset=torch.ones(1, 6) > 0
     )
     assert again.steps[0].decision.family.name == "gated_scan"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reset"), [("min_gru", False), ("min_gru", True), ("linear", True)]
+)
+def test_where_linear_scan_stands_in(a_device: Describe, kind: str, reset: bool) -> None:
+    """With Triton alone on a GPU that no archive is for, and if Triton is asked for."""
+    triton = System(a_device(), (), {"triton": Toolchain("triton 3.6.0", (12, 9))})
+    x = torch.empty(2, 64, 96, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    marks = torch.empty(2, 96, dtype=torch.bool, device="meta") if reset else None
+    scans = ["forward, linear_scan", "backward, linear_scan"]
+    found = explain_for(triton, "gated_scan", kind, x, x, reset=marks)
+    own = [step for step in found.steps if step.name not in scans]
+    assert [step.name for step in found.steps] == ["forward", scans[0], "backward", scans[1]]
+    for step in own:
+        assert step.decision.winner is not None
+        assert step.decision.winner.tier is Tier.REFERENCE
+        assert "gates and tokens by torch's operators, then linear_scan" in step.text()
+    for there in (triton, replace(triton, toolchains=None)):
+        found = explain_for(there, "gated_scan", kind, x, x, reset=marks, backend="triton")
+        assert [step.name for step in found.steps] == scans
+        assert found.runs == (there is triton)
+        for step in found.steps:
+            assert step.decision.family.name == "linear_scan"
+            assert step.decision.problem.dtype == "float32"
+    with policy.require("jit"):
+        found = explain_for(triton, "gated_scan", kind, x, x, reset=marks)
+    assert [step.name for step in found.steps] == ["forward", "backward"]
+    assert not found.runs
 
 
 def test_nothing_is_posed_of_nothing() -> None:

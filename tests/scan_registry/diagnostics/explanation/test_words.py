@@ -29,7 +29,8 @@ from scan_registry.artifact import archive
 from scan_registry.artifact.archive import Archive
 from scan_registry.catalog.inventory import Attestation
 from scan_registry.diagnostics import explanation
-from scan_registry.diagnostics.explanation import called, explain_for, grouped
+from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Rejected, System
 from scan_registry.hardware.target import Target
