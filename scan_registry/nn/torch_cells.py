@@ -30,8 +30,7 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
 _NEVER = 1 << 62
 #: From how many steps on this package's code is faster than torch's. Each entry is for at least as many units of all sequences
 #: together (batch size times hidden units) as its first number says. The second number holds without gradients, the third with
-#: gradients. Torch multiplies all sequences' states by the weights in one product of matrices, which gains with its size. From
-#: `tools/bench_rnn.py --device cpu`, with one thread and with two.
+#: gradients. Torch multiplies all sequences' states by the weights in one product of matrices, which gains with its size.
 _FEWEST_STEPS: Mapping[Function, tuple[tuple[int, int, int], ...]] = {
     "gru": (
         (32768, _NEVER, _NEVER),

@@ -1,5 +1,5 @@
 """``rnn`` on a GPU, through the public function, against the float64 reference; and among torch's own
-graphs, streams and compilers. ``tools/check_rnn.py`` goes through many more sizes."""
+graphs, streams and compilers."""
 
 from __future__ import annotations
 
