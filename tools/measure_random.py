@@ -42,10 +42,11 @@ from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.hardware.device import device
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import LANGUAGES
-from scan_registry.ops.benchmark import PASSES, Call
+from scan_registry.ops.benchmark import Call
 from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.linear_scan_operator import OPERATOR
 from scan_registry.ops.linear_scan_random import draw
+from scan_registry.ops.operator import PASSES
 from scan_registry.runtime import loader
 from scan_registry.version import __version__
 

@@ -13,8 +13,7 @@ from scan_registry.diagnostics.explanation import Explanation, explain_for
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import BACKENDS, System
 from scan_registry.kernels import families
-from scan_registry.ops.benchmark import Option, known
-from scan_registry.ops.operator import DTYPES, Operator, operators, parse_shape
+from scan_registry.ops.operator import DTYPES, Operator, Option, known, operators, parse_shape
 from scan_registry.version import __version__
 
 

@@ -11,24 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scan_registry.ops.operator import PASSES, Option
+
 if TYPE_CHECKING:
     from torch import device as Device
 
 Call = Callable[[], Any]
-PASSES = ("forward", "backward")
 OURS = "scan-registry"  # how the names of what this package runs begin
-
-
-class Option:
-    """An option of a command, as argparse declares it."""
-
-    def __init__(self, *names: str, **settings: Any) -> None:
-        self.names, self.settings = names, settings
-
-    @property
-    def dest(self) -> str:
-        """Under which name its value is found."""
-        return self.names[0].lstrip("-").replace("-", "_")
 
 
 class Case(Protocol):
@@ -219,10 +208,3 @@ def lengths(text: str, option: str = "--seqlens") -> list[int]:
     if not all(size.isdecimal() and len(size) < 100 and int(size) > 0 for size in sizes):
         raise ValueError(f"{option} is {text!r}; accepted are lengths such as 1024,2048")
     return list(dict.fromkeys(map(int, sizes)))
-
-
-def known(name: str, value: str, accepted: Sequence[str]) -> str:
-    """The same of one of several words."""
-    if value not in accepted:
-        raise ValueError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
-    return value

@@ -13,7 +13,8 @@ from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.causal_conv1d.problem import DTYPES, WIDTHS
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import PASSES, Baseline, Benchmark, Call
+from scan_registry.ops.benchmark import Baseline, Benchmark, Call
+from scan_registry.ops.operator import PASSES
 
 if TYPE_CHECKING:
     import torch

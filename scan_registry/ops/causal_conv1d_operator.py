@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.benchmark import Option
-from scan_registry.ops.causal_conv1d_bench import BENCHMARK
-from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
+from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +18,6 @@ class CausalConv1d(Operator):
 
     name = "causal_conv1d"
     shape = "batch, channels and time"
-    benchmark = BENCHMARK
     options = (
         Option("--width", type=int, metavar="N", help="taps of the filter; default: 4"),
         Option(

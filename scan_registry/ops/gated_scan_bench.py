@@ -14,18 +14,9 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import DTYPES, LAYOUTS
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import (
-    OURS,
-    PASSES,
-    Baseline,
-    Benchmark,
-    Call,
-    Option,
-    Results,
-    Timing,
-    known,
-)
+from scan_registry.ops.benchmark import OURS, Baseline, Benchmark, Call, Results, Timing
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops.operator import PASSES, Option, known
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +24,6 @@ if TYPE_CHECKING:
 
 #: The kinds that are timed by default. The benchmark of ``linear_scan`` times linear scans.
 TIMED = ("min_gru", "rg_lru", "min_lstm", "hgrn")
-USUAL_KIND = TIMED[0]
 #: Batch, channels, time.
 SIZES = ("8,2560,4096", "16,1024,2048", "1,2048,65536")
 ON_CPU = "2,64,256"

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
-from scan_registry.ops.benchmark import PASSES, Option, known
-from scan_registry.ops.gated_scan_bench import BENCHMARK, USUAL_KIND, Case
-from scan_registry.ops.operator import KernelCall, Operator, ParsedCall, described_tensor
+from scan_registry.ops.operator import (
+    PASSES,
+    KernelCall,
+    Operator,
+    Option,
+    ParsedCall,
+    described_tensor,
+    known,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +23,9 @@ if TYPE_CHECKING:
 
     from scan_registry.kernels.gated_scan.problem import GatedScanProblem
     from scan_registry.ops.gated_scan_arguments import Arguments, Options
+    from scan_registry.ops.gated_scan_bench import Case
+
+USUAL_KIND = "min_gru"
 
 
 class GatedScan(Operator):
@@ -24,7 +33,6 @@ class GatedScan(Operator):
 
     name = "gated_scan"
     shape = "batch, channels and time"
-    benchmark = BENCHMARK
     options = (
         Option(
             "--kind",

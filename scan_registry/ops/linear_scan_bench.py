@@ -10,19 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import (
-    PASSES,
-    Benchmark,
-    Call,
-    Option,
-    PerformanceTarget,
-    known,
-    lengths,
-    whole_number,
-)
+from scan_registry.ops.benchmark import Benchmark, Call, PerformanceTarget, lengths, whole_number
 from scan_registry.ops.linear_scan_baselines import Baseline, installed
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
-from scan_registry.ops.operator import MOST_ELEMENTS
+from scan_registry.ops.operator import MOST_ELEMENTS, PASSES, Option, known
 
 if TYPE_CHECKING:
     import torch

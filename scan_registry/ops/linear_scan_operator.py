@@ -6,14 +6,14 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from scan_registry.ops.benchmark import Option, known
-from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
 from scan_registry.ops.operator import (
     DTYPES,
     KernelCall,
     Operator,
+    Option,
     ParsedCall,
     described_tensor,
+    known,
     parse_shape,
 )
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+    from scan_registry.ops.linear_scan_bench import Case
 
 _MOST_SEQUENCES = 2**31 - 1
 #: Of each pass the states that enter it, and the one that it leaves.
@@ -37,7 +38,6 @@ class LinearScan(Operator):
 
     name = "linear_scan"
     shape = "of each tensor, such as 8,1536,4096"
-    benchmark = BENCHMARK
     options = (
         Option("--dim", type=int, help="the time dimension; default: the last"),
         Option("--gates-dtype", metavar="X", help="where it differs"),

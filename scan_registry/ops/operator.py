@@ -11,16 +11,17 @@ from __future__ import annotations
 import importlib
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from scan_registry import ops
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.model import Problem
-from scan_registry.ops.benchmark import Benchmark, Case, Option
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from scan_registry.ops.benchmark import Benchmark, Case
 
 #: The field's words for dtypes, where space is short.
 SHORT_DTYPES = {
@@ -33,6 +34,19 @@ SHORT_DTYPES = {
 #: By what each may be called.
 DTYPES = {word: name for name, short in SHORT_DTYPES.items() for word in (name, short)}
 MOST_ELEMENTS = 2**60  # their bytes can still be counted
+PASSES = ("forward", "backward")
+
+
+class Option:
+    """An option of a command, as argparse declares it."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+    @property
+    def dest(self) -> str:
+        """Under which name its value is found."""
+        return self.names[0].lstrip("-").replace("-", "_")
 
 
 class KernelCall(Protocol):
@@ -61,7 +75,6 @@ class Operator(Protocol):
     shape         what ``--shape`` means, in words
     options       of ``explain``, beside dtype, shape and backend
     backends      that the function accepts
-    benchmark     what ``bench`` times; its cases are what ``tune`` takes, too
     tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
                   where the kernels are never tuned
     tuned_cases   others, whose dtypes are rarer
@@ -69,7 +82,6 @@ class Operator(Protocol):
 
     name: str
     shape: str
-    benchmark: Benchmark
     options: tuple[Option, ...] = ()
     backends: tuple[str, ...] = BACKENDS
     tuned_shapes: tuple[str, ...] = ()
@@ -80,6 +92,12 @@ class Operator(Protocol):
     def function(self) -> Callable[..., Any]:
         """What users call."""
         found: Callable[..., Any] = getattr(self._module, self.name)
+        return found
+
+    @property
+    def benchmark(self) -> Benchmark:
+        """What ``bench`` times; its cases are what ``tune`` takes, too. Calls of the function never import its module."""
+        found: Benchmark = importlib.import_module(f"{ops.__name__}.{self.name}_bench").BENCHMARK
         return found
 
     def describe(self, *args: Any, **kwargs: Any) -> Mapping[str, KernelCall]:
@@ -136,6 +154,13 @@ def operators() -> dict[str, Operator]:
 def operator_of(case: Case) -> Operator:
     """The one that a case is of."""
     return operators()[case.family]
+
+
+def known(name: str, value: str, accepted: Sequence[str]) -> str:
+    """The value of an option that takes one of several words; ``ValueError`` for anything else."""
+    if value not in accepted:
+        raise ValueError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
+    return value
 
 
 def parse_shape(option: str, text: str) -> tuple[int, ...]:

@@ -16,13 +16,13 @@ from scan_registry.ops.benchmark import (
     Baseline,
     Benchmark,
     Call,
-    Option,
     Results,
     Timing,
     lengths,
     whole_number,
 )
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops.operator import Option
 
 if TYPE_CHECKING:
     import torch

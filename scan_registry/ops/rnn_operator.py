@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, get_args
 
 from scan_registry.kernels.rnn.problem import SIZES, RnnBackend, RnnProblem
-from scan_registry.ops.benchmark import Option, known
-from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
-from scan_registry.ops.rnn_bench import BENCHMARK
+from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor, known
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +20,6 @@ class Rnn(Operator):
 
     name = "rnn"
     shape = "batch, time, heads and units of a head"
-    benchmark = BENCHMARK
     backends = get_args(RnnBackend)
     options = (Option("--function", metavar="X", help=f"{' '.join(SIZES)}; default: {_USUAL}"),)
 

@@ -13,8 +13,10 @@ from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
-from scan_registry.ops.benchmark import OURS, PASSES, Baseline, Benchmark, Call, Results, Timing
+from scan_registry.ops.benchmark import OURS, Baseline, Benchmark, Call, Results, Timing
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops.operator import PASSES
+from scan_registry.ops.selective_scan_operator import GATES
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 LAYOUTS = ("time_last", "channel_last")
-GATES = ("silu", "none")
 ON_CPU = ("time_last:2,64,128,16:float32",)
 #: Milliseconds of mamba_ssm's kernels, forward and backward, on one H100.
 MAMBA_SSM = {

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.benchmark import PASSES, Option
-from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
-from scan_registry.ops.selective_scan_bench import BENCHMARK, GATES, Case
+from scan_registry.ops.operator import PASSES, Operator, Option, ParsedCall, described_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -17,8 +15,10 @@ if TYPE_CHECKING:
 
     from scan_registry.kernels.selective_scan.problem import SelectiveScanProblem
     from scan_registry.ops.selective_scan_arguments import Arguments, Options
+    from scan_registry.ops.selective_scan_bench import Case
 
 _USUAL_STATES = 16
+GATES = ("silu", "none")
 #: Of the gradients of u, delta, A, B, C, D, z, delta_bias and initial_state, the names of the kernels' pointers.
 _GRADIENTS = (
     *("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad", "D_grad", "z_grad", "bias_grad"),
@@ -33,7 +33,6 @@ class SelectiveScan(Operator):
 
     name = "selective_scan"
     shape = "batch, channels and time"
-    benchmark = BENCHMARK
     options = (
         Option("--states", type=int, metavar="N", help=f"of a channel; default: {_USUAL_STATES}"),
         Option("--groups", type=int, metavar="N", help="that B and C come in; default: 1"),

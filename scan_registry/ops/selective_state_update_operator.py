@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
-from scan_registry.ops.selective_state_update_bench import BENCHMARK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +22,6 @@ class SelectiveStateUpdate(Operator):
 
     name = "selective_state_update"
     shape = "batch, channels and states, or batch, heads, channels and states"
-    benchmark = BENCHMARK
 
     def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
         """All tensors but A, D and the bias are of the dtype."""

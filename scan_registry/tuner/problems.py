@@ -14,8 +14,8 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 from scan_registry.kernels.tuning import Shape
-from scan_registry.ops.benchmark import PASSES, Case
-from scan_registry.ops.operator import Operator, operator_of, operators
+from scan_registry.ops.benchmark import Case
+from scan_registry.ops.operator import PASSES, Operator, operator_of, operators
 
 
 def cases(shapes: Iterable[str] = (), dtypes: Iterable[str] = ()) -> list[Case]:

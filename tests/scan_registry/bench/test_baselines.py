@@ -15,7 +15,6 @@ from scan_registry.bench.measure import Bench
 from scan_registry.catalog import distributions
 from scan_registry.cli import bench as command
 from scan_registry.ops import linear_scan_bench
-from scan_registry.ops.benchmark import PASSES
 from scan_registry.ops.linear_scan import linear_scan
 from scan_registry.ops.linear_scan_baselines import (
     BASELINES,
@@ -30,6 +29,7 @@ from scan_registry.ops.linear_scan_baselines import (
     installed,
 )
 from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
+from scan_registry.ops.operator import PASSES
 
 
 def test_the_cpu_has_no_baselines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from scan_registry.bench import plot
 from scan_registry.bench.measure import Bench
 from scan_registry.cli import main
 from scan_registry.ops import linear_scan_bench
-from scan_registry.ops.benchmark import PASSES, Timing
+from scan_registry.ops.benchmark import Timing
 from scan_registry.ops.linear_scan_bench import Case
-from scan_registry.ops.operator import DTYPES
+from scan_registry.ops.operator import DTYPES, PASSES
 
 # --- The command ------------------------------------------------------------------------------
 

@@ -102,11 +102,11 @@ def scale(x: Tensor, *, reverse: bool = False, backend: str = "auto") -> Tensor:
 def describe(x, *, reverse=False, backend="auto"):
     return {"forward": Call(ScaleProblem(str(x.dtype).removeprefix("torch."), x.numel()))}
 """,
-    "ops/scale_operator.py": """
+    "ops/scale_bench.py": """
 from dataclasses import dataclass
 from typing import ClassVar
-from scan_registry.ops.benchmark import Benchmark, Option
-from scan_registry.ops.operator import Operator, ParsedCall, described_tensor
+from scan_registry.ops.benchmark import Benchmark
+from scan_registry.ops.operator import Option
 
 @dataclass(frozen=True)
 class Case:
@@ -145,8 +145,13 @@ class ScaleBenchmark(Benchmark):
         x = torch.rand(case.size, device=device)
         return lambda: scale(x)
 
+BENCHMARK = ScaleBenchmark()
+""",
+    "ops/scale_operator.py": """
+from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
+
 class Scale(Operator):
-    name, shape, benchmark = "scale", "any", ScaleBenchmark()
+    name, shape = "scale", "any"
     options = (Option("--reverse", action="store_true", help="backwards"),)
     tuned_shapes, tuned_dtypes = ("vector:4096",), ("float32",)
     def parse(self, dtype, shape, given):
@@ -191,7 +196,7 @@ def _third(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in [each for each in sys.modules if ".scale" in each]:
         del sys.modules[name]
     for package in (kernels, ops):
-        for name in ("scale", "scale_operator"):
+        for name in ("scale", "scale_bench", "scale_operator"):
             vars(package).pop(name, None)
 
 
