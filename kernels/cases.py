@@ -41,11 +41,13 @@ class Trial(Protocol):
 
 class Cases(Protocol):
     """A family's module. TOLERANCE: the largest error, by dtype, of a binary that counts as GPU-tested; QUICK and
-    THOROUGH: the shapes of a quick check and of an attestation."""
+    THOROUGH: the shapes of a quick check and of an attestation; SMALL: few shapes that reach every kernel, for
+    ``tools/sanitize.py``."""
 
     TOLERANCE: Mapping[str, float]
     QUICK: tuple[Any, ...]
     THOROUGH: tuple[Any, ...]
+    SMALL: tuple[Any, ...]
 
     def trials(self, dtype: str, shapes: Any, device: torch.device | str) -> Iterator[Trial]:
         """A few for each shape, between them with every option."""

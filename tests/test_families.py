@@ -21,7 +21,7 @@ HOMES = tuple(
     ROOT / "scan_registry" / name for name in ("ops", "nn", "compat", "csrc", "distributed")
 )
 #: Tools that work on every family; others are programs for people who work on one.
-TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py")
+TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py", "sanitize.py")
 #: What names families all the same, and why.
 ALLOWED = {
     "scan_registry/__init__.py": "the public names, which readers and type checkers look for there",

@@ -18,11 +18,11 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from records import write_records
 
@@ -30,6 +30,9 @@ from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.inventory import catalogue, worst_attestations
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
+
+if TYPE_CHECKING:
+    from scan_registry.kernels.cases import Case, Trial
 
 ROOT = Path(__file__).parents[1]
 MUST_BE_TESTED = ("sm_90", "compute_80")
@@ -87,6 +90,29 @@ def runnable(family: Family) -> Iterator[tuple[Archive, Binary]]:
                 yield archive, binary
 
 
+def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
+    """Whether a variant computes a problem on a GPU of so many SMs."""
+    rules = kernel.rules
+    return not (
+        rules.accepts(variant, problem) or rules.exceeds_residency(variant, problem, sm_count)
+    )
+
+
+def launches(
+    family: Family, binaries: Sequence[tuple[Archive, Binary]], trial: Trial, sm_count: int
+) -> Iterator[tuple[Archive, Binary, Case]]:
+    """Each binary with each case of a trial that it computes."""
+    names = dict.fromkeys(binary.variant.kernel for _, binary in binaries)
+    posed = {name: [case.problem for case in trial.launches(name)] for name in names}
+    for archive, binary in binaries:
+        variant = binary.variant
+        kernel = family.kernel(variant.kernel, variant.language)
+        if any(takes(kernel, variant, problem, sm_count) for problem in posed[kernel.name]):
+            for case in trial.launches(kernel.name):
+                if takes(kernel, variant, case.problem, sm_count):
+                    yield archive, binary, case
+
+
 def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     """A record for each binary of ``family`` that the GPU can run and in whose name ``only`` is found."""
     from rich.progress import track
@@ -104,32 +130,17 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
     shapes = cases.QUICK if quick else cases.THOROUGH
 
-    def takes(kernel: Kernel, variant: Variant, problem: Problem) -> bool:
-        return not (
-            kernel.rules.accepts(variant, problem)
-            or kernel.rules.exceeds_residency(variant, problem, sm_count)
-        )
-
     present = {binary.variant.text("dtype") for _, binary in binaries}
     for dtype, tolerance in cases.TOLERANCE.items():
         if dtype not in present:
             continue
         print(f"{family.name} {dtype}: drawing", flush=True)
         for trial in track(list(cases.trials(dtype, shapes, "cuda")), dtype):
-            names = dict.fromkeys(binary.variant.kernel for _, binary in binaries)
-            posed = {name: [case.problem for case in trial.launches(name)] for name in names}
-            for archive, binary in binaries:
-                variant = binary.variant
-                kernel = family.kernel(variant.kernel, variant.language)
-                if not any(takes(kernel, variant, problem) for problem in posed[kernel.name]):
-                    continue
-                for case in trial.launches(kernel.name):
-                    if takes(kernel, variant, case.problem):
-                        run(0, binary, partial(archive.read, binary), case)
-                        errors[binary.sha256].append(case.error())
-                        if errors[binary.sha256][-1] > tolerance:
-                            error = errors[binary.sha256][-1]
-                            print(f"{variant} {binary.target} {trial}: error {error:.2e}")
+            for archive, binary, case in launches(family, binaries, trial, sm_count):
+                run(0, binary, partial(archive.read, binary), case)
+                errors[binary.sha256].append(error := case.error())
+                if error > tolerance:
+                    print(f"{binary.variant} {binary.target} {trial}: error {error:.2e}")
     return [
         {
             "sha256": binary.sha256,

@@ -1,73 +1,77 @@
-"""What the ``sanitize_*`` tools share: they launch every installed binary of a family on small problems under
-compute-sanitizer."""
+"""Run every kernel of a family on a few small problems, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck --kernel-name kns=linear_scan --error-exitcode 1 python tools/sanitize.py linear_scan
+    compute-sanitizer --tool racecheck --kernel-name kns=ward --error-exitcode 1 python tools/sanitize.py rnn
+
+and likewise with ``--tool synccheck`` and ``initcheck``. memcheck and initcheck find more with
+PYTORCH_NO_CUDA_MEMORY_CACHING=1. ``kns=`` selects kernels by a part of their names: those of ``rnn`` end with forward or
+backward, those of other families begin with the family's name. ``--only`` selects a part of the binaries.
+
+Every installed binary for exactly this GPU is launched on each problem of ``SMALL`` in ``kernels/<family>/cases.py`` that it
+takes. Errors are compared with the tolerances, too. The exit status is 1 if an error is over its tolerance, or if a binary
+takes none of the problems.
+"""
 
 from __future__ import annotations
 
+import argparse
+import re
 import sys
 import time
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
-from attest import runnable
+from attest import launches, runnable
 
 from scan_registry.dispatch.fit import Tier, nearest_tier
-from scan_registry.kernels import family
-from scan_registry.kernels.model import Kernel, Problem, Variant
+from scan_registry.kernels import families
+from scan_registry.kernels.model import Family
 
 
-def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> bool:
-    """Whether a variant computes a problem on such a GPU."""
-    return not (
-        kernel.rules.accepts(variant, problem)
-        or kernel.rules.exceeds_residency(variant, problem, sm_count)
-    )
-
-
-def launch(
-    name: str,
-    trials: Iterable[Any],
-    launches: Callable[[Any, Variant], Iterable[Any]],
-    tolerance: dict[str, float],
-    chosen: Callable[[Variant], bool],
-) -> int:
-    """The exit status: 1 if an error is over its limit or a binary took no problem, 2 without a GPU.
-
-    trials    the problems, drawn and solved; they are made one after the other
-    launches  a trial and a variant -> the cases that the variant may be launched on
-    chosen    which of the variants of binaries for exactly this GPU are launched
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        print(f"error: this runs kernels of {name}, and torch finds no GPU", file=sys.stderr)
-        return 2
-    from scan_registry.diagnostics.accuracy import run
+def sanitize(family: Family, only: str) -> int:
+    """The exit status, after a launch of each binary in whose name ``only`` is found on each problem that it takes."""
+    from scan_registry.diagnostics.accuracy import cases_of, run
     from scan_registry.hardware.device import device
 
-    began, gpu, group = time.monotonic(), device(0), family(name)
+    began, gpu, cases = time.monotonic(), device(0), cases_of(family.name)
     binaries = [
         (archive, binary)
-        for archive, binary in runnable(group)
-        if nearest_tier(archive.arch, gpu) == Tier.EXACT and chosen(binary.variant)
+        for archive, binary in runnable(family)
+        if nearest_tier(archive.arch, gpu) == Tier.EXACT and re.search(only, str(binary.variant))
     ]
-    counts = dict.fromkeys((str(binary) for _, binary in binaries), 0)
+    counts = {str(binary): 0 for _, binary in binaries}
     wrong = 0
-    for trial in trials:
-        for archive, binary in binaries:
-            variant = binary.variant
-            kernel = group.kernel(variant.kernel, variant.language)
-            for case in launches(trial, variant):
-                if not takes(kernel, variant, case.problem, gpu.sm_count):
-                    continue
+    for dtype, tolerance in cases.TOLERANCE.items():
+        of_dtype = [pair for pair in binaries if pair[1].variant.text("dtype") == dtype]
+        for trial in cases.trials(dtype, cases.SMALL, "cuda") if of_dtype else ():
+            for archive, binary, case in launches(family, of_dtype, trial, gpu.sm_count):
                 run(0, binary, partial(archive.read, binary), case)
                 counts[str(binary)] += 1
-                if not (error := case.error()) <= tolerance[variant.text("dtype")]:
+                if not (error := case.error()) <= tolerance:
                     wrong += 1
                     print(f"error: {binary} {trial}: {error:.1e}", file=sys.stderr)
-    idle = [each for each, count in counts.items() if not count]
-    for each in idle:
-        print(f"error: {each} took no problem", file=sys.stderr)
+    idle = [name for name, count in counts.items() if not count]
+    for name in idle:
+        print(f"error: {name} took no problem", file=sys.stderr)
     total, seconds = sum(counts.values()), time.monotonic() - began
     print(f"{len(counts)} binaries, {total} launches, {wrong} wrong, {seconds:.0f} s")
     return 1 if wrong or idle or not binaries else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", choices=families())
+    parser.add_argument("--only", default="", metavar="REGEX", help="binaries in whose name it is")
+    options = parser.parse_args()
+
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: sanitize runs kernels, and torch finds no GPU", file=sys.stderr)
+        return 2
+    return sanitize(families()[options.family], options.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -33,6 +33,7 @@ Shape = tuple[int, int, int]
 
 #: (batch, channels, time): less than a filter, few and many chunks, and sizes that are a multiple of nothing.
 QUICK: tuple[Shape, ...] = ((2, 24, 40), (2, 33, 130), (1, 136, 1032))
+SMALL = QUICK
 THOROUGH: tuple[Shape, ...] = (
     (2, 8, 1),
     (1, 1, 3),

@@ -82,6 +82,7 @@ OPTIONS = (
 #: place: sums that do not decay, of gates that stay the same, are as short as to be right step by step in
 #: float32, as the CPU makes them.
 QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
+SMALL = QUICK
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),

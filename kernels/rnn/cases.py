@@ -33,6 +33,11 @@ Shape = tuple[int, int, int, int]
 #: (batch, time, heads, units) of a quick check, and of an attestation: one step and many, batches and
 #: heads that fill no tile, one block for a head and many.
 QUICK: tuple[Shape, ...] = ((2, 1, 1, 16), (7, 33, 3, 64), (16, 65, 1, 256))
+#: Heads of one CTA, the narrowest for Triton in float32; and heads of several CTAs, which exchange more steps than their ring
+#: holds, or wait for each other several times in a step, in float32 and in 16 bits.
+SMALL: tuple[Shape, ...] = (
+    *((9, 5, 2, 64), (9, 5, 2, 32), (9, 35, 1, 128), (9, 5, 1, 640), (2, 2, 1, 1280)),
+)
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1, 16),
     (2, 2, 3, 32),

@@ -18,6 +18,7 @@ TOLERANCE = {"float32": 1e-6}
 #: Floats of a tensor: less than a vector, less and more than a block's share, and a remainder of every
 #: size.
 QUICK = (3, 4097, 100_000)
+SMALL = QUICK
 THOROUGH = (1, 4, 255, 1024, 4095, 4097, 16_386, 1_000_003, 20_000_000)
 
 

@@ -63,6 +63,10 @@ SETTINGS = (
 PARTS = 3
 #: Of a quick check and of an attestation.
 QUICK: tuple[Shape, ...] = ((2, 32, 64, 16), (2, 102, 101, 4), (2, 80, 40, 17), (1, 64, 200, 16))
+#: One block of states, several and many, each with every setting.
+SMALL: tuple[Shape, ...] = (
+    *((2, 24, 40, 16),) * 3, *((1, 24, 40, 50),) * 3, *((1, 8, 24, 200),) * 3
+)  # fmt: skip
 THOROUGH: tuple[Shape, ...] = (
     *((7, 1, 1, 1), (2, 3, 5, 2), (3, 48, 127, 16), (2, 96, 512, 16), (4, 200, 96, 64)),
     *((1, 64, 2053, 16), (1, 10, 333, 256), (8, 1024, 64, 16), (1, 16, 4096, 8), (1, 130, 77, 40)),

@@ -1,0 +1,51 @@
+"""``tools/sanitize.py``: its few problems reach every kernel of a wheel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+
+from scan_registry.catalog.inventory import catalogue
+from scan_registry.diagnostics.accuracy import cases_of
+from scan_registry.kernels import families
+
+SM_COUNT = 132
+DTYPES = [(name, dtype) for name in families() for dtype in cases_of(name).TOLERANCE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), DTYPES)
+def test_every_binary_runs(load_tool: Callable[[str], ModuleType], name: str, dtype: str) -> None:
+    """Those of an H200; what problems a binary takes does not depend on where their tensors are."""
+    attest, family, cases = load_tool("attest"), families()[name], cases_of(name)
+    variants = {
+        binary.variant
+        for archive in catalogue().archives
+        for binary in archive.binaries
+        if str(archive.arch) == "sm_90"
+        if (binary.variant.family, binary.variant.text("dtype")) == (name, dtype)
+    }
+    if not variants:
+        pytest.skip("no archive of sm_90 with such kernels is installed")
+    idle = {str(variant): variant for variant in variants}
+    kernels = dict.fromkeys(variant.kernel for variant in variants)
+    for trial in cases.trials(dtype, cases.SMALL, "cpu"):
+        posed = {kernel: [case.problem for case in trial.launches(kernel)] for kernel in kernels}
+        for text, variant in [*idle.items()]:
+            kernel = family.kernel(variant.kernel, variant.language)
+            if any(attest.takes(kernel, variant, p, SM_COUNT) for p in posed[variant.kernel]):
+                del idle[text]
+    assert not idle
+
+
+def test_without_a_gpu_it_says_so(
+    load_tool: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["sanitize", "rnn"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert load_tool("sanitize").main() == 2
+    assert "finds no GPU" in capsys.readouterr().err
