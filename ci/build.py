@@ -7,7 +7,7 @@
 Needs Linux, Python 3.10 or later and a C compiler (``--container``: docker or podman instead). What it
 makes on the way is under build/ci. Compiled kernels come from the build cache where they have not
 changed. ``--all`` makes the packages of every platform. Those for other machines are cross-compiled
-(cross.py) and do not run here; tools/emulate_aarch64.py tests them.
+(cross.py) and do not run here; tests/stress/aarch64.py tests them.
 """
 
 from __future__ import annotations

@@ -96,7 +96,6 @@ STEMS: Mapping[str, str] = {
 ALLOWED: Mapping[tuple[str, str], str] = {
     ("_MULTIPROCESSOR_COUNT", "scan_registry/hardware/device.py"): "CUDA's own name of the number",
     ("filled", "kernels/linear_scan/multi_cta_column.cuh"): "the stage that was filled last",
-    ("filled", "tools/stress_cache.py"): "a disk that was filled",
     ("stream", "kernels/roofline/stream.cu"): "streaming is what that kernel does",
 }
 

@@ -1,8 +1,9 @@
 """Time from a fresh process to the first result, and what each call costs the CPU.
 
     python tools/coldstart.py [--json FILE] [--repeat N]
+    python tools/coldstart.py --networks [--json FILE] [--repeat N]
 
-Needs a GPU. For this project and for every installed baseline (see baselines.py), a new process measures
+Needs a GPU. For this project and for every installed baseline, a new process measures
 
     import        importing the module, torch being imported already
     first call    the first scan of (8, 1536, 2048) float32, to its synchronised result, in a
@@ -17,6 +18,10 @@ Then one further process calls all of them interleaved on (1, 8, 128) tensors, w
 gradients. A round is short enough for the GPU's queue and ends with a synchronisation outside the
 measured time, so what is measured is the CPU. The median of all rounds counts; torch.mul stands
 beside them for scale.
+
+``--networks`` measures an LSTM of 768 units on (16, 1024) in bfloat16 by ``scan_registry.rnn``, ``scan_registry.nn.LSTM`` and
+``torch.nn.LSTM``, and the first backward pass between both calls. torch has multiplied, added, concatenated and differentiated
+something before, since it loads kernels of its own for that. This project compiles nothing: SCAN_REGISTRY_REQUIRE is ``aot``.
 """
 
 from __future__ import annotations
@@ -36,12 +41,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from baselines import BASELINES, OURS, Baseline
 from records import write_records
 from rich.console import Console
 from rich.table import Table
 
+from scan_registry.ops.linear_scan_baselines import BASELINES, OURS, Baseline
+
 FIRST_SHAPE = (8, 1536, 2048)
+#: Batch, steps, units.
+NETWORK_SHAPE = {"cuda": (16, 1024, 768), "cpu": (2, 16, 64)}
+#: By name: the module that is imported.
+NETWORKS = {
+    "scan_registry.rnn": "scan_registry",
+    "scan_registry.nn.LSTM": "scan_registry.nn",
+    "torch.nn.LSTM": "torch.nn",
+}
 SMALL_SHAPE = (1, 8, 128)
 ROUNDS, CALLS = 60, 300  # of calls that fit the driver's queue (1024), so that none ever waits
 SCALE = "torch.mul"
@@ -73,6 +87,47 @@ states, second = milliseconds(lambda: getattr(module, function)(gates, tokens))
 
 assert torch.isfinite(states).all()
 print(json.dumps({"import_ms": imported, "first_ms": first, "second_ms": second}))
+"""
+
+#: Run in a fresh process with a network's module and function, a device and a shape.
+NETWORK = """
+import importlib, json, sys, time
+import torch
+
+home, function, device, *shape = sys.argv[1:]
+batch, steps, units = map(int, shape)
+synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+where = {"device": device, "dtype": torch.bfloat16}
+measured = {}
+
+def timed(name, action):
+    started = time.perf_counter()
+    result = action()
+    synchronize()
+    measured[name] = 1e3 * (time.perf_counter() - started)
+    return result
+
+one, weights = torch.ones(1, requires_grad=True, **where), torch.ones(4 * units, units, **where)
+(one * 2).sum().backward()
+x = torch.randn(batch, steps, units, **where)
+torch.nn.functional.linear(x, torch.cat([weights[: 2 * units], weights[2 * units :]]) + weights)
+synchronize()
+made = timed("import_ms", lambda: getattr(importlib.import_module(home), function))
+if function == "rnn":
+    inputs = [torch.randn(batch, steps, 4, 1, units, **where),
+              torch.randn(4, 1, units, units, **where) / units**0.5, torch.zeros(4, 1, units, **where)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    call = lambda: made(*inputs)[0][0]
+else:
+    module = made(units, units, batch_first=True, **where)
+    call = lambda: module(x)[0]
+synchronize()
+total = timed("first_ms", call).sum()
+synchronize()
+timed("backward_ms", total.backward)
+assert torch.isfinite(timed("second_ms", call)).all()
+print(json.dumps(measured))
 """
 
 #: Run in a fresh process with a device, a number of rounds and of calls, a shape, and a JSON list
@@ -119,6 +174,7 @@ class Start:
     import_ms: float
     first_ms: float
     second_ms: float
+    backward_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -186,17 +242,33 @@ def fresh_process(script: str, arguments: Sequence[object], environment: Mapping
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def measure_start(baseline: Baseline, device: str, repeat: int) -> Result:
+def starts(
+    script: str, arguments: Sequence[object], repeat: int, **variables: str
+) -> dict[str, tuple[Start, ...]]:
     """Cold and warm starts: ``repeat`` pairs of processes, each pair with caches of its own."""
     cold: list[Start] = []
     warm: list[Start] = []
-    arguments = [baseline.module, baseline.function, device, *FIRST_SHAPE]
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="coldstart-") as folder:
-            environment = empty_caches(Path(folder))
-            for starts in (cold, warm):
-                starts.append(Start(**fresh_process(START, arguments, environment)))
-    return Result(baseline.name, baseline.version, cold=tuple(cold), warm=tuple(warm))
+            environment = empty_caches(Path(folder)) | variables
+            for each in (cold, warm):
+                each.append(Start(**fresh_process(script, arguments, environment)))
+    return {"cold": tuple(cold), "warm": tuple(warm)}
+
+
+def measure_start(baseline: Baseline, device: str, repeat: int) -> Result:
+    arguments = [baseline.module, baseline.function, device, *FIRST_SHAPE]
+    return Result(baseline.name, baseline.version, **starts(START, arguments, repeat))
+
+
+def measure_networks(device: str, repeat: int) -> list[Result]:
+    results = []
+    for name, module in NETWORKS.items():
+        version = importlib.metadata.version(module.partition(".")[0])
+        arguments = [module, name.rpartition(".")[2], device, *NETWORK_SHAPE[device]]
+        found = starts(NETWORK, arguments, repeat, SCAN_REGISTRY_REQUIRE="aot")
+        results.append(Result(name, version, **found))
+    return results
 
 
 def measure_calls(
@@ -249,31 +321,28 @@ def table(results: Sequence[Result]) -> Table:
     """Medians; what is not installed or does not start says so."""
     view = Table(title="Cold start and cost per call (medians)")
     view.add_column("", no_wrap=True)
-    for heading in ("import, ms", "first call, ms", "second call, ms"):
+    columns = {
+        "import, ms": "import_ms",
+        "first call, ms": "first_ms",
+        "second call, ms": "second_ms",
+    }
+    if any(start.backward_ms is not None for result in results for start in result.cold):
+        columns["first backward, ms"] = "backward_ms"
+    for heading in columns:
         view.add_column(f"{heading}\ncold / warm", justify="right")
     view.add_column("CPU per call, µs\nplain / with gradients", justify="right")
     for result in results:
         cells = [
             f"{_milliseconds(result.cold, column)} / {_milliseconds(result.warm, column)}"
-            for column in ("import_ms", "first_ms", "second_ms")
+            for column in columns.values()
         ]
         if not result.cold:
             why = "does not start" if result.failure else "not installed"
-            cells = ["" if result.name == SCALE else why, "", ""]
+            cells = ["" if result.name == SCALE else why, *[""] * (len(columns) - 1)]
         cost = f"{_median(result.plain_us, 2)} / {_median(result.tracked_us, 2)}"
         cells.append(cost if result.plain_us else "")
         view.add_row(f"{result.name} {result.version or ''}".strip(), *cells)
     return view
-
-
-def summary(result: Result) -> str:
-    """One line for one implementation."""
-    return (
-        f"{result.name}: import {_milliseconds(result.cold, 'import_ms')} ms, first call "
-        f"{_milliseconds(result.cold, 'first_ms')} ms cold, "
-        f"{_milliseconds(result.warm, 'first_ms')} ms warm; CPU {_median(result.plain_us, 2)} µs "
-        f"per call, {_median(result.tracked_us, 2)} with gradients"
-    )
 
 
 def circumstances() -> dict[str, Any]:
@@ -298,6 +367,7 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every number to FILE")
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="cold starts (3)")
+    parser.add_argument("--networks", action="store_true", help="of an LSTM, in place of scans")
     options = parser.parse_args()
     if options.repeat < 1:
         parser.error("--repeat must be at least 1")
@@ -310,19 +380,16 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=120)
     facts = circumstances()
-    results = measure("cuda", options.repeat)
+    results = (measure_networks if options.networks else measure)("cuda", options.repeat)
     console.print(table(results))
     console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     if options.json:
-        record = {**facts, "shape": FIRST_SHAPE, "small_shape": SMALL_SHAPE}
+        record = {**facts, "shape": NETWORK_SHAPE["cuda"] if options.networks else FIRST_SHAPE}
         record["results"] = [asdict(result) for result in results]
         write_records(options.json, record)
     failed = [result for result in results if result.failure]
     for result in failed:
         print(f"error: {result.name}: {result.failure}", file=sys.stderr)
-    for result in results:
-        if result.cold:
-            print(summary(result))
     return 1 if failed else 0
 
 

@@ -151,19 +151,16 @@ def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def tiers() -> str:
-    """First calls by tier, in ms, and the largest errors."""
-    dtypes = ("float32", "float16", "bfloat16", "float64", "complex64")
+    """First calls by tier, in ms."""
     rows = []
     for each in results.document("h200-tiers")["results"]:
         cold, warm = each["cold"], each["warm"]
-        errors = next(run["errors"] for run in cold if run["errors"])
         rows.append(
             [f"`{each['tier']}`" + each["name"].replace(each["tier"], "")]
             + [_median(runs, key) for key in ("forward_ms", "backward_ms") for runs in (cold, warm)]
-            + [f"{errors[dtype]:.1e}" for dtype in dtypes]
         )
     head = ("tier", "forward: first", "second process", "backward: first", "second process")
-    return table((*head, *(f"error: {SHORT.get(dtype, dtype)}" for dtype in dtypes)), rows)
+    return table(head, rows)
 
 
 def cold_start() -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 
-#: The numbers are of ``python tools/tiers.py``, whose record is tools/results/h200-tiers.json.
+#: The numbers are of ``python tests/stress/tiers.py``, whose record is tools/results/h200-tiers.json.
 MEASURED_ON, DATE = "NVIDIA H200", "2026-11-23"
 CALL = "linear_scan forward of (8, 1536, 2048) in float32"
 

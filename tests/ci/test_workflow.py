@@ -70,7 +70,7 @@ def test_pull_requests_run_the_command_that_developers_run() -> None:
     assert [step["run"] for step in steps("checks") if "run" in step] == [
         "bash .ci/run",
         "python3 tools/dev.py demo --archs all",
-        "python3 tools/torch_matrix.py --strict",
+        "python3 tests/stress/torch_matrix.py --strict",
         "bash ci/workflows.sh",
     ]
 

@@ -1,4 +1,4 @@
-"""The public interface on the CPU, once through: what tools/torch_matrix.py runs with each release of torch.
+"""The public interface on the CPU, once through: what tests/stress/torch_matrix.py runs with each release of torch.
 
 It needs pytest and the installed package, and no other part of these tests, so that it runs in a small environment
 too. What torch changes from release to release is in the foreground: dispatch, autograd, transforms and compilation.

@@ -1,4 +1,4 @@
-"""tools/baselines.py: what torch's associative_scan is timed on."""
+"""tools/bench.py: what torch's associative_scan is timed on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from scan_registry import linear_scan
+from scan_registry.ops.linear_scan_baselines import installed
 from scan_registry.ops.linear_scan_bench import Case
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def baselines(load_tool: Callable[[str], ModuleType]) -> ModuleType:
-    return load_tool("baselines")
+    return load_tool("bench")
 
 
 @pytest.mark.slow
@@ -44,4 +45,4 @@ def test_only_its_forward_pass_is_timed_with_contiguous_time(
     call()
     assert len(made) == 2
     assert associative.refuses(Case("channel_last", 2, 3, 20, "float32"))
-    assert associative not in baselines.installed()
+    assert associative not in installed()
