@@ -112,15 +112,15 @@ one, weights = torch.ones(1, requires_grad=True, **where), torch.ones(4 * units,
 x = torch.randn(batch, steps, units, **where)
 torch.nn.functional.linear(x, torch.cat([weights[: 2 * units], weights[2 * units :]]) + weights)
 synchronize()
-made = timed("import_ms", lambda: getattr(importlib.import_module(home), function))
+imported = timed("import_ms", lambda: getattr(importlib.import_module(home), function))
 if function == "rnn":
     inputs = [torch.randn(batch, steps, 4, 1, units, **where),
               torch.randn(4, 1, units, units, **where) / units**0.5, torch.zeros(4, 1, units, **where)]
     for tensor in inputs:
         tensor.requires_grad_()
-    call = lambda: made(*inputs)[0][0]
+    call = lambda: imported(*inputs)[0][0]
 else:
-    module = made(units, units, batch_first=True, **where)
+    module = imported(units, units, batch_first=True, **where)
     call = lambda: module(x)[0]
 synchronize()
 total = timed("first_ms", call).sum()
@@ -251,8 +251,8 @@ def starts(
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="coldstart-") as folder:
             environment = empty_caches(Path(folder)) | variables
-            for each in (cold, warm):
-                each.append(Start(**fresh_process(script, arguments, environment)))
+            for processes in (cold, warm):
+                processes.append(Start(**fresh_process(script, arguments, environment)))
     return {"cold": tuple(cold), "warm": tuple(warm)}
 
 
@@ -266,8 +266,8 @@ def measure_networks(device: str, repeat: int) -> list[Result]:
     for name, module in NETWORKS.items():
         version = importlib.metadata.version(module.partition(".")[0])
         arguments = [module, name.rpartition(".")[2], device, *NETWORK_SHAPE[device]]
-        found = starts(NETWORK, arguments, repeat, SCAN_REGISTRY_REQUIRE="aot")
-        results.append(Result(name, version, **found))
+        measured = starts(NETWORK, arguments, repeat, SCAN_REGISTRY_REQUIRE="aot")
+        results.append(Result(name, version, **measured))
     return results
 
 

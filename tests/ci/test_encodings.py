@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("aot", "ci", "kernels", "scan_registry", "tests", "tools")
+FOLDERS = ("aot", "ci", "examples", "kernels", "scan_registry", "tests", "tools")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 _TEXTS = {"read_text", "write_text"}

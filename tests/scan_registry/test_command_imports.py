@@ -73,8 +73,8 @@ from scan_registry import compat, distributed, nn
 for package in (scan_registry, nn, distributed):
     for name in package.__all__:
         getattr(package, name)
-for each in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
-    importlib.import_module(each.name)
+for module in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
+    importlib.import_module(module.name)
 
 def rand(*shape):
     return torch.rand(shape, requires_grad=True)
@@ -100,8 +100,8 @@ outputs = [
 OF_TWO_SIZES = ("GRU", "LSTM", "RNN", "SLSTM", "LRU", "S5", "RGLRU")
 for name in nn.__all__:
     module = getattr(nn, name)(*[8] * (2 if name in OF_TWO_SIZES else 1))
-    found = module(rows)
-    outputs.append(found[0] if isinstance(found, tuple) else found)
+    result = module(rows)
+    outputs.append(result[0] if isinstance(result, tuple) else result)
 
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 outputs += [

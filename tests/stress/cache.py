@@ -148,7 +148,7 @@ class Workers:
                 for worker in alive:
                     os.kill(worker.pid, signal.SIGKILL)
             elif alive and kills:
-                busy = {each.pid for each in self.compiles() if each.end is None}
+                busy = {job.pid for job in self.compiles() if job.end is None}
                 victims = [w for w in alive if w.pid in busy] if kills % 2 else alive
                 if victims and all(worker.killed is None for worker in victims):
                     kills -= 1

@@ -89,13 +89,13 @@ def run_thread(race: Race, number: int, stream: torch.cuda.Stream | None) -> Non
         with torch.cuda.stream(stream):
             while not race.stop.is_set():
                 order.shuffle(jobs)
-                for each in jobs:
-                    outputs = race.jobs[each](race.inputs[number][each])
+                for name in jobs:
+                    outputs = race.jobs[name](race.inputs[number][name])
                     # The whole device is never waited for: CUDA refuses that while a graph is recorded.
-                    for out, right in zip(outputs, race.expected[number][each], strict=True):
+                    for out, right in zip(outputs, race.expected[number][name], strict=True):
                         if not torch.equal(out, right):
                             error = float((out - right).abs().max())
-                            race.problems.append(f"thread {number}, job {each}: {error:.3g} off")
+                            race.problems.append(f"thread {number}, job {name}: {error:.3g} off")
                     race.rounds += 1
     except Exception as error:
         race.problems.append(f"thread {number}: {type(error).__name__}: {error}")

@@ -70,7 +70,7 @@ from scan_registry.hardware.device import device
 from scan_registry.dispatch.fit import Tier, nearest_tier
 
 # Hiding takes the place of a machine without: archives of closer tiers, and the compilers.
-wanted = {str(each): each for each in Tier}[tier]
+wanted = {str(one): one for one in Tier}[tier]
 class Hidden(inventory.Catalogue):
     def __init__(self, whole):
         kept = (a for a in whole.archives if nearest_tier(a.arch, device(0)) >= wanted)
@@ -104,8 +104,8 @@ def measure(tier: str, backend: str, repeat: int) -> dict[str, list[dict[str, An
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="tiers-") as folder:
             environment = empty_caches(Path(folder))
-            for each in runs.values():
-                each.append(fresh_process(CHILD, [tier, backend, *SHAPE], environment))
+            for pair in runs.values():
+                pair.append(fresh_process(CHILD, [tier, backend, *SHAPE], environment))
     return runs
 
 
@@ -125,10 +125,12 @@ def main() -> int:
     for name, (tier, backend) in TIERS.items():
         runs = measure(tier, backend, options.repeat)
         results.append({"name": name, "tier": tier, **runs})
-        for state, each in runs.items():
-            medians = (f"{c} {statistics.median(run[c] for run in each):,.2f}" for c in COLUMNS)
+        for state, processes in runs.items():
+            medians = (
+                f"{c} {statistics.median(run[c] for run in processes):,.2f}" for c in COLUMNS
+            )
             print(f"{name}, {state}: {', '.join(medians)}", flush=True)
-        wrong = [r for each in runs.values() for r in each if r["tiers"] != [tier] or not r["error"] < 1e-6]  # fmt: skip
+        wrong = [r for processes in runs.values() for r in processes if r["tiers"] != [tier] or not r["error"] < 1e-6]  # fmt: skip
         failed |= bool(wrong)
         if wrong:
             print(f"error: {name}: {wrong[0]}", file=sys.stderr)

@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         wheel = options.wheel.resolve() if options.wheel else _wheel()
         tests = ALL if options.all else PUBLIC
-        rows = [(each, *run(each, wheel, tests, options.rest)) for each in options.torch]
+        rows = [(name, *run(name, wheel, tests, options.rest)) for name in options.torch]
     except DevError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
+TOOLS, EXAMPLES = ROOT / "tools", ROOT / "examples"
 
 
 def load(path: Path) -> Any:

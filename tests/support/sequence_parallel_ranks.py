@@ -1,4 +1,4 @@
-"""What ranks do in tests of ``tools/train_sequence_parallel.py``."""
+"""What ranks do in tests of ``examples/train_sequence_parallel.py``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
-from by_path import TOOLS, load_tool
+from by_path import EXAMPLES, load
 
-TOOL = TOOLS / "train_sequence_parallel.py"
+TOOL = EXAMPLES / "train_sequence_parallel.py"
 
 
 def tool() -> ModuleType:
-    return load_tool(TOOL.stem)
+    module: ModuleType = load(TOOL)
+    return module
 
 
 def options(**given: Any) -> Namespace:

@@ -1,4 +1,4 @@
-"""``tools/train_sequence_parallel.py``: over ranks that share sequences, training is that of one process."""
+"""``examples/train_sequence_parallel.py``: over ranks that share sequences, training is that of one process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_training_is_that_of_one_process(pools: dict[int, RankPool], case: str) 
         assert record["ranks"] == first["ranks"]
     losses = [loss for loss, _ in first["ranks"]]
     assert len(losses) == given.get("steps", 20)
-    assert losses[-1] < losses[0] - (1 if len(losses) == 20 else 0)  # the weights change
+    assert losses[-1] < losses[0] - 1 if len(losses) == 20 else losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize(("mistake", "wrong"), [("scale", "norm"), ("group", "loss")])

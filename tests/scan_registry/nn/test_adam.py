@@ -1,25 +1,17 @@
-"""Train each module of scan_registry.nn and its counterpart for 60 steps of Adam, and compare them.
+"""Modules train as torch.nn's do, whatever is done to gradients in place: 60 steps of Adam from the same parameters.
 
-    python tools/train_modules.py [--device cpu] [--hidden N] [--time T]
-
-The counterparts are torch.nn's; sLSTM's is written out below in torch's operators. Both start from the same
-parameters and see the same input, in float32. Gradients are used in three ways: clipped by their norm,
-scaled by a GradScaler, and accumulated over two backward passes and then clipped. All three change
-gradients in place, so they find gradients that share memory. The table shows the largest difference of a
-loss and of a weight. The exit status is 1 if a difference of losses is above 1e-5, or one of weights above
-5e-5: Adam divides a gradient by its usual size, so rounding errors of the smallest gradients become steps.
+sLSTM's counterpart is written out in torch's operators. Gradients are clipped by their norm, scaled by a GradScaler, or accumulated
+over two backward passes and then clipped. All three change gradients in place, so they find gradients that share memory. Adam
+divides a gradient by its usual size, so rounding errors of the smallest gradients become steps.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import logsigmoid, mse_loss
 
@@ -47,11 +39,11 @@ class PlainSLSTM(nn.SLSTM):
     def forward(self, input: Tensor, hx: None = None) -> tuple[Tensor, Tensor]:
         """(T, B, I) to h at every step and after the last one, from states of zero."""
         h = c = n = m = input.new_zeros(input.shape[1], self.hidden_size)
-        given = torch.nn.functional.linear(
+        inputs = torch.nn.functional.linear(
             input, self.weight_ih_l0, self.bias_ih_l0 + self.bias_hh_l0
         )
-        every = []
-        for step in given:
+        outputs = []
+        for step in inputs:
             i, f, z, o = (step + h @ self.weight_hh_l0.T).chunk(4, 1)
             log_f = logsigmoid(f)
             # h does not depend on m, so no gradient has to pass through it.
@@ -59,8 +51,8 @@ class PlainSLSTM(nn.SLSTM):
             e, k = (i - m_new).exp(), (log_f + m - m_new).exp()
             c, n, m = k * c + e * z.tanh(), (k * n + e).clamp_min(1), m_new
             h = o.sigmoid() * c / n
-            every.append(h)
-        return torch.stack(every), h
+            outputs.append(h)
+        return torch.stack(outputs), h
 
 
 def pair(kind: str, size: Size, device: str) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -119,32 +111,31 @@ def compare(kind: str, manner: str, size: Size, device: str) -> tuple[float, flo
     )
 
 
-def compare_all(size: Size, device: str) -> Iterator[tuple[str, str, float, float]]:
-    """Kind, manner, and what ``compare`` gives."""
-    for kind in KINDS:
-        for manner in MANNERS:
-            yield (kind, manner, *compare(kind, manner, size, device))
+@pytest.mark.slow
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sixty_adam_steps_match_torch(kind: str, manner: str) -> None:
+    of_losses, of_weights = compare(kind, manner, Size(), "cpu")
+    assert of_losses <= LOSS_TOLERANCE
+    assert of_weights <= WEIGHT_TOLERANCE
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hidden", type=int, default=64, help="units; the default is 64")
-    parser.add_argument("--time", type=int, default=24, help="time steps; the default is 24")
-    options = parser.parse_args()
-    # cuDNN's networks would compute in TF32, whose errors are larger than what is looked for.
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    table = Table("module", "gradients", "difference of losses", "difference of weights")
-    passed = True
-    size = Size(options.time, 8, 32, options.hidden)
-    for kind, manner, of_losses, of_weights in compare_all(size, options.device):
-        table.add_row(kind, manner, f"{of_losses:.1e}", f"{of_weights:.1e}")
-        passed &= of_losses <= LOSS_TOLERANCE and of_weights <= WEIGHT_TOLERANCE
-    Console().print(table)
-    return 0 if passed else 1
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """torch's products without TF32. Its settings are no attributes that monkeypatch could take back."""
+    settings = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [setting.allow_tf32 for setting in settings]
+    for setting in settings:
+        setting.allow_tf32 = False
+    yield
+    for setting, allowed in zip(settings, before, strict=True):
+        setting.allow_tf32 = allowed
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.gpu
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sixty_adam_steps_match_torch_on_a_gpu(kind: str, manner: str, exact_float32: None) -> None:
+    of_losses, of_weights = compare(kind, manner, Size(24, 8, 32, 64), "cuda")
+    assert of_losses <= LOSS_TOLERANCE
+    assert of_weights <= WEIGHT_TOLERANCE

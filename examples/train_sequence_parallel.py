@@ -1,6 +1,6 @@
 """Train a language model with FSDP2 on sequences that are cut along time, and compare with one process.
 
-    torchrun --nproc-per-node 4 tools/train_sequence_parallel.py [--time-ranks 2] [--device cpu] [--dtype float64]
+    torchrun --nproc-per-node 4 examples/train_sequence_parallel.py [--time-ranks 2] [--device cpu] [--dtype float64]
 
 With 4 ranks and ``--time-ranks 2`` there are two groups of two ranks. Each group has half of the batch, and each of its ranks
 has half of every sequence. FSDP2 shards the parameters over all 4 ranks, or with ``--replicate`` over the ranks that share
@@ -120,9 +120,9 @@ def train(
     of all processes that train the model."""
     # A large eps: AdamW would otherwise amplify the rounding of gradients near 0.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-6)
-    made, found = torch.Generator().manual_seed(1), []
+    generator, updates = torch.Generator().manual_seed(1), []
     for _ in range(options.steps):
-        begins = torch.randint(len(TEXT) - STEPS, (ROWS,), generator=made).tolist()
+        begins = torch.randint(len(TEXT) - STEPS, (ROWS,), generator=generator).tolist()
         # The target after the last step of a part is the first input of the next part.
         texts = [TEXT[begins[row] + steps.start : begins[row] + steps.stop + 1] for row in rows]
         ids = torch.stack(texts).to(options.device)
@@ -137,8 +137,8 @@ def train(
         total = loss.detach()
         dist.all_reduce(total, group=ranks)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        found.append((float(total), float(norm)))
-    return found
+        updates.append((float(total), float(norm)))
+    return updates
 
 
 def cut(count: int, parts: int, part: int) -> range:
@@ -161,20 +161,20 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     fully_shard(model, mesh=over)
     rows = cut(ROWS, mesh["data"].size(), mesh.get_local_rank("data"))
     steps = cut(STEPS, mesh["time"].size(), mesh.get_local_rank("time"))
-    found = train(model, options, rows, steps, dist.group.WORLD)
+    shared = train(model, options, rows, steps, dist.group.WORLD)
 
     alone, _ = dist.new_subgroups(
         group_size=1
     )  # operators in a group of one rank do not communicate
     single = build(options, alone)
     wanted = train(single, options, range(ROWS), range(STEPS), alone)
-    pair = torch.tensor([found, wanted], dtype=torch.float64)
+    pair = torch.tensor([shared, wanted], dtype=torch.float64)
     far = (pair[0] / pair[1] - 1).abs().amax(dim=0).tolist()
     with torch.no_grad():
         pairs = zip(model.parameters(), single.parameters(), strict=True)
         weights = max(float((a.full_tensor() - b).norm() / b.norm()) for a, b in pairs)
     apart = {"loss": far[0], "norm": far[1], "weights": weights}
-    return {"mesh": sizes, "ranks": found, "alone": wanted, "apart": apart}
+    return {"mesh": sizes, "ranks": shared, "alone": wanted, "apart": apart}
 
 
 def main() -> int:
