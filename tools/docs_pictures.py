@@ -69,22 +69,11 @@ class Canvas:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points
         ]
 
-    def box(self, at: Point, size: Point, color: str, *, border: str = "") -> None:
-        edge = f' stroke="{border}" rx="6"' if border else ""
+    def box(self, at: Point, size: Point, color: str) -> None:
         self.elements.append(
             f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{size[0]:.1f}" height="{size[1]:.1f}" '
-            f'fill="{color}"{edge}/>'
+            f'fill="{color}"/>'
         )
-
-    def arrow(self, start: Point, end: Point) -> None:
-        """A line with a head at its end."""
-        angle = math.atan2(end[1] - start[1], end[0] - start[0])
-        head = [
-            (end[0] - 8 * math.cos(angle + turn), end[1] - 8 * math.sin(angle + turn))
-            for turn in (0.4, -0.4)
-        ]
-        self.line([start, end], self.palette.faint, width=1.5)
-        self.line([head[0], end, head[1]], self.palette.faint, width=1.5)
 
     def svg(self) -> str:
         """The whole document."""
@@ -102,12 +91,6 @@ def log_scale(least: float, most: float, start: float, end: float) -> Callable[[
     """A function from values to pixels, by their logarithms."""
     low, high = math.log(least), math.log(most)
     return lambda value: start + (math.log(value) - low) / (high - low) * (end - start)
-
-
-def ticks(least: float, most: float) -> list[float]:
-    """The powers of ten between two numbers."""
-    first, last = math.ceil(math.log10(least) - 1e-9), math.floor(math.log10(most) + 1e-9)
-    return [10.0**power for power in range(first, last + 1)]
 
 
 def short(value: float) -> str:
@@ -175,134 +158,36 @@ def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name:
         canvas.text((left + 64, 112 + 18 * number), label, color=color, bold=color != palette.ink)
 
 
-# --- Bars -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A bar: its label, how long it is, what stands at its end, and its colour's place."""
-
-    label: str
-    value: float
-    note: str
-    ours: bool = True
-
-
-def bars(
-    canvas: Canvas,
-    rows: Sequence[Bar | None],
-    scale: Callable[[float], float],
-    left: float,
-    notes: float | None = None,
-) -> None:
-    """Horizontal bars below each other; None leaves a gap. Notes stand behind the bars, or all at ``notes``."""
-    at = 70.0
-    for row in rows:
-        if row is None:
-            at += 12
-            continue
-        color = canvas.palette.ours if row.ours else canvas.palette.others[0]
-        canvas.text((left - 10, at + 14), row.label, anchor="end")
-        canvas.box((left, at), (max(scale(row.value) - left, 1), 19), color)
-        canvas.text((notes or scale(row.value) + 8, at + 14), row.note, color=canvas.palette.faint)
-        at += 26
+# --- Share of the roofline --------------------------------------------------------------------
 
 
 def roofline_share(palette: Palette) -> Canvas:
-    """How near the bandwidth roofline the kernels come, by group of cases."""
-    rows = [
-        Bar(group.name, results.mean_share(group, "h100"), _range(results.shares(group, "h100")))
-        for group in results.GROUPS
-    ]
+    """How near the bandwidth roofline the kernels come: a bar for each group of cases."""
     title = "Share of the bandwidth roofline, by group of shapes"
-    canvas = Canvas(760, 80 + 26 * len(rows) + 40, palette, title)
+    bottom = 72 + 26 * len(results.GROUPS)
+    canvas = Canvas(760, bottom + 48, palette, title)
     left, right = 345.0, 630.0
     canvas.text((20, 28), title, size=15, bold=True)
     said = "mean, and least to most; both passes"
     canvas.text((20, 48), f"{said}; {results.of_run('h100-targets')}", color=palette.faint, size=12)
-    bottom = 72 + 26 * len(rows)
     for share in (0.25, 0.5, 0.75, 1.0):
-        at = left + share * (right - left)
-        canvas.line(
-            [(at, 66), (at, bottom)], palette.grid if share < 1 else palette.ink, dashed=share == 1
-        )
-        canvas.text(
-            (at, bottom + 18), f"{share:.0%}", anchor="middle", size=12, color=palette.faint
-        )
-    bars(canvas, rows, lambda value: left + value * (right - left), left, right + 14)
+        x = left + share * (right - left)
+        color = palette.grid if share < 1 else palette.ink
+        canvas.line([(x, 66), (x, bottom)], color, dashed=share == 1)
+        canvas.text((x, bottom + 18), f"{share:.0%}", anchor="middle", size=12, color=palette.faint)
+    for number, group in enumerate(results.GROUPS):
+        top = 70.0 + 26 * number
+        canvas.text((left - 10, top + 14), group.name, anchor="end")
+        length = results.mean_share(group, "h100") * (right - left)
+        canvas.box((left, top), (max(length, 1), 19), palette.ours)
+        note = _range(results.shares(group, "h100"))
+        canvas.text((right + 14, top + 14), note, color=palette.faint)
     return canvas
 
 
 def _range(values: Sequence[float]) -> str:
     least, most = f"{min(values):.2f}", f"{max(values):.2f}"
     return least if least == most else f"{least} to {most}"
-
-
-def lstm_step(palette: Palette) -> Canvas:
-    """Microseconds of one LSTM step, beside cuDNN, and beside FlashRNN where it was measured."""
-    rows: list[Bar | None] = []
-    cudnn = "h100-bench-rnn", "float16", "scan_registry.nn.LSTM", "torch.nn.LSTM", "cuDNN"
-    flashrnn = (
-        "h100-bench-rnn-flashrnn",
-        "bfloat16",
-        "scan-registry",
-        "flashrnn cuda_fused",
-        "FlashRNN",
-    )
-    contests = [
-        *((size, *cudnn) for size in ((1, 768), (1, 1024))),
-        *((size, *flashrnn) for size in ((12, 64), (3, 256), (1, 768))),
-    ]
-    for (heads, dim), run, dtype, ours, theirs, name in contests:
-        sizes = {"function": "lstm", "heads": heads, "dim": dim, "dtype": dtype}
-        pair = results.network(ours, run, **sizes), results.network(theirs, run, **sizes)
-        for direction in pair[1]:
-            steps = [each[direction] / 1024 * 1e3 for each in pair]
-            label = f"{heads} × {dim} {results.SHORT[dtype]}, {direction}"
-            rows += [
-                Bar(label, steps[0], f"{steps[0]:.2f} µs scan-registry"),
-                Bar("", steps[1], f"{steps[1]:.2f} µs {name}", ours=False),
-                None,
-            ]
-    title = "Time per step of an LSTM, batch 16, 1024 steps"
-    height = sum(12 if row is None else 26 for row in rows)
-    canvas = Canvas(760, 70 + height, palette, title)
-    canvas.text((20, 28), title, size=15, bold=True)
-    said = "beside cuDNN with the product of the inputs; shorter is better"
-    canvas.text(
-        (20, 48), f"{said}; {results.of_run('h100-bench-rnn')}", color=palette.faint, size=12
-    )
-    most = max(row.value for row in rows if row)
-    bars(canvas, rows, lambda value: 260 + value / most * 300, 260)
-    return canvas
-
-
-def first_call(palette: Palette) -> Canvas:
-    """From import to the first result in a fresh process, on a logarithmic scale."""
-    rows = [
-        Bar(name, value, f"{value:,.0f} ms", name.startswith("scan-registry"))
-        for name, value in results.first_calls()
-    ]
-    title = "From import to the first scan, in a fresh process with empty caches"
-    canvas = Canvas(760, 80 + 26 * len(rows) + 34, palette, title)
-    canvas.text((20, 28), title, size=15, bold=True)
-    said = (
-        f"logarithmic; {results.of_run('h200-tiers')}; accelerated-scan: another host, 2026-11-21"
-    )
-    canvas.text((20, 48), said, color=palette.faint, size=12)
-    scale = log_scale(5, 60_000, 240, 640)
-    bottom = 72 + 26 * len(rows)
-    for tick in ticks(10, 10_000):
-        canvas.line([(scale(tick), 66), (scale(tick), bottom)], palette.grid)
-        canvas.text(
-            (scale(tick), bottom + 18),
-            f"{short(tick)} ms",
-            anchor="middle",
-            size=12,
-            color=palette.faint,
-        )
-    bars(canvas, rows, scale, 240)
-    return canvas
 
 
 # --- A model of characters --------------------------------------------------------------------
@@ -346,58 +231,10 @@ def character_model(palette: Palette) -> Canvas:
     return canvas
 
 
-# --- How a kernel is chosen -------------------------------------------------------------------
-
-#: Boxes from the top down: a heading, and what is decided there.
-STAGES = (
-    ("Your call", "tensors, options and backend, checked before anything runs"),
-    ("Problem", "sizes, strides, dtype, direction: what a kernel has to solve"),
-    (
-        "Does it fit the GPU?",
-        "architecture, driver, registers, shared memory, digests that are denied",
-    ),
-    ("Does it accept the problem?", "dtype, layout, alignment, packed sequences"),
-    ("Closest tier", "exact, same-major, ptx, jit, reference; never below what require allows"),
-    ("Fastest variant", "CUDA before Triton; then the row of the nearest tuned problem"),
-    ("Decision", "the winner, and a reason for everything that lost"),
-    ("Load and launch", "bytes checked against their SHA-256, then the driver"),
-)
-
-
-def selection(palette: Palette) -> Canvas:
-    """The stages that a call passes, and who reads the decision."""
-    canvas = Canvas(760, 30 + 66 * len(STAGES), palette, "How a kernel is chosen")
-    for number, (heading, words) in enumerate(STAGES):
-        top = 20 + 66 * number
-        decided = heading == "Decision"
-        border = palette.ours if decided else palette.grid
-        canvas.box((20, top), (500, 46), palette.paper, border=border)
-        canvas.text((36, top + 20), heading, bold=True, color=palette.ours if decided else "")
-        canvas.text((36, top + 37), words, size=12, color=palette.faint)
-        if number:
-            canvas.arrow((270, top - 20), (270, top))
-        if decided:
-            canvas.arrow((520, top + 23), (566, top + 23))
-            canvas.text((574, top + 18), "explain and doctor", bold=True)
-            canvas.text((574, top + 36), "print this same object", size=12, color=palette.faint)
-    losers = 20 + 66 * 2 + 23
-    for number in range(2, 6):
-        canvas.line(
-            [(520, losers + 66 * (number - 2)), (552, losers + 66 * (number - 2))], palette.grid
-        )
-    canvas.line([(552, losers), (552, losers + 66 * 3)], palette.grid)
-    canvas.text((560, losers + 100), "whatever drops out", size=12, color=palette.faint)
-    canvas.text((560, losers + 117), "keeps its reason", size=12, color=palette.faint)
-    return canvas
-
-
 PICTURES: Mapping[str, Callable[[Palette], Canvas]] = {
     "time-against-length": time_against_length,
     "roofline-share": roofline_share,
-    "lstm-step": lstm_step,
-    "first-call": first_call,
     "character-model": character_model,
-    "selection": selection,
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -117,7 +117,7 @@ def quickest(found: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None
     return min(own, key=lambda each: each["ms"], default=None)
 
 
-# --- Networks and first calls -----------------------------------------------------------------
+# --- Networks ---------------------------------------------------------------------------------
 
 
 def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, float]:
@@ -127,18 +127,3 @@ def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, f
         for each in document(run)["timings"]
         if each["who"] == who and all(each["network"][key] == v for key, v in wanted.items())
     }
-
-
-def first_calls() -> Iterator[tuple[str, float]]:
-    """From importing the operator to the first result, in ms, in a fresh process with empty caches."""
-
-    def median(values: list[float]) -> float:
-        return sorted(values)[len(values) // 2]
-
-    for each in document("h200-tiers")["results"]:
-        runs = [run["import_ms"] + run["forward_ms"] for run in each["cold"]]
-        yield f"scan-registry, {each['name']}", median(runs)
-    for each in document("h200-coldstart-baselines")["results"]:
-        if each["cold"] and each["name"] != "scan-registry":
-            runs = [run["import_ms"] + run["first_ms"] for run in each["cold"]]
-            yield f"{each['name']} {each['version']}", median(runs)

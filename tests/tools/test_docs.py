@@ -58,8 +58,8 @@ def test_pictures_are_whole_and_have_both_palettes(docs: ModuleType) -> None:
             assert 0 <= x <= width, (name, element.text)
             assert 0 <= y <= height, (name, element.text)
     palettes = docs.docs_pictures.PALETTES
-    assert palettes["light"].paper in files["selection-light.svg"]
-    assert palettes["dark"].paper in files["selection-dark.svg"]
+    assert palettes["light"].paper in files["roofline-share-light.svg"]
+    assert palettes["dark"].paper in files["roofline-share-dark.svg"]
 
 
 def test_groups_hold_every_case_once(docs: ModuleType) -> None:
@@ -74,20 +74,13 @@ def test_a_baseline_is_drawn_where_it_was_measured(
     docs: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = docs.docs_pictures
-    network, timings = pictures.results.network, pictures.results.timings
-    palette = pictures.PALETTES["light"]
-
-    def without_flashrnn(who: str, run: str, **wanted: object) -> dict[str, float]:
-        return {} if who.startswith("flashrnn") else network(who, run, **wanted)
+    timings, palette = pictures.results.timings, pictures.PALETTES["light"]
 
     def without_torch(name: str, **case: object) -> list[dict[str, object]]:
         return [t for t in timings(name, **case) if t["who"] != "torch associative_scan"]
 
-    assert "µs FlashRNN" in pictures.lstm_step(palette).svg()
     assert "torch associative_scan" in pictures.time_against_length(palette).svg()
-    monkeypatch.setattr(pictures.results, "network", without_flashrnn)
     monkeypatch.setattr(pictures.results, "timings", without_torch)
-    assert "FlashRNN" not in pictures.lstm_step(palette).svg()
     assert "torch associative_scan" not in pictures.time_against_length(palette).svg()
 
 
