@@ -7,7 +7,7 @@ lengths to be random, with the mean that the call tells. They decide between way
   sequence of a row has a program of its own.
 - Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
 
-The constants are fitted by eye to what ``bench --random`` and ``tools/measure_random.py`` timed on an H200 and an H100.
+The constants are fitted by eye to what ``bench --random`` timed on an H200 and an H100.
 They are rough: enough to tell apart ways whose times differ several times over.
 """
 

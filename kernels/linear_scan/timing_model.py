@@ -10,7 +10,7 @@ time, and then as long as the slowest of three things that overlap:
 
 Nothing is estimated for what is timed too seldom for a fit: wide dtypes, and sequences packed along time.
 
-``tools/fit_timing_model.py`` fits the coefficients to the tuning tables.
+``tools/timing_model.py`` fits the coefficients to the tuning tables.
 """
 
 from __future__ import annotations

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.timing_model import Work, geometry, milliseconds, work_of
-from scan_registry.kernels.tables import models_file
+from scan_registry.kernels.tables import Measured, Run, Timing, models_file
 from scan_registry.kernels.tuning import Row
+from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.tuner.engine import TuningResult
+from scan_registry.tuner.problems import posed
 
 
 @pytest.fixture(scope="module")
 def tool(load_tool: Callable[[str], ModuleType]) -> Any:
-    return load_tool("fit_timing_model")
+    return load_tool("timing_model")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,7 @@ def written(tool: Any) -> Any:
 
 
 def test_the_models_are_fitted_to_the_tables_as_they_are(tool: Any, written: Any) -> None:
-    again = "a table has changed since: run python tools/fit_timing_model.py"
+    again = "a table has changed since: run python tools/timing_model.py"
     assert written["tables"] == tool.tables(), again
 
 
@@ -87,15 +92,25 @@ def test_arithmetic_takes_arrays_as_it_takes_numbers(tool: Any, written: Any) ->
     assert [*together] == pytest.approx([milliseconds(work, coefficients) for work in works])
 
 
-def test_choices_by_the_model_lose_less_than_those_by_the_nearest_row(
-    tool: Any, capsys: Any
+def test_random_scans_are_written_as_fits_read_them(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the model is for: of problems that are left out, with all that have as many scans."""
-    tool.regret(True)
-    said = {}
-    for line in capsys.readouterr().out.splitlines():
-        name, _, rest = line.strip().partition(": ")
-        if name.startswith("all, "):
-            said[name[5:]] = float(rest.partition(" ")[0])
-    assert said["model"] < 1.04
-    assert said["row"] > 1.08
+    (one,) = posed([Case.parse("time_last:2,8,512:float32")], ["cuda"], ["forward"])
+    label = one.kernel.label(one.variants(Target((9, 0)))[0])
+    run = Run("NVIDIA H200", "580.1", {}, {}, "9.9.9", "2026-01-31")
+    measured = Measured(one.kernel.head, str(one), one.shape, {label: Timing(2.5, 0.1, 11)}, run)
+    path = tool.write_points([TuningResult(one, measured, label)], 7, tmp_path)
+    assert path.name == "sm90-random-7-h200.json"
+    monkeypatch.setattr(tool, "random_files", lambda: [path])
+    (point,) = tool.random_points(one.kernel)
+    assert (point.text, point.gpu, point.ms) == (f"{one.kernel.head}:{label}", "NVIDIA H200", 2.5)
+    assert point.row.sizes == one.shape.sizes
+
+
+def test_timing_needs_a_gpu(
+    tool: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["timing_model", "--random", "2"])
+    assert tool.main() == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -1,17 +1,14 @@
-"""Fit the timing models of linear_scan's kernels to the tuning tables, or say how good their choices are.
+"""Fit the timing models of linear_scan's kernels to the tuning tables, and time random scans for that.
 
-    python tools/fit_timing_model.py            # write kernels/linear_scan/tuning/models/; seconds
-    python tools/fit_timing_model.py --regret   # by cross-validation; half a minute
+    python tools/timing_model.py                            write kernels/linear_scan/tuning/models/; seconds
+    python tools/timing_model.py --random 60 --seed 7       on a GPU: time every installed variant on as many random scans
 
-Run it whenever a table has changed, in a checkout installed by ``pip install -e . -C archs=none``. It needs numpy.
+Fit them whenever a table has changed, in a checkout installed by ``pip install -e . -C archs=none``. It needs numpy. Times of
+random scans, which ``scan-registry bench --random`` draws, go into a file beside the models, and fits use them from then on.
 
 Of each kernel and design the coefficients are those with the least squares of the logarithms of predicted over measured
 times, of all GPUs of an architecture together. A variant counts the less the slower it is than the fastest on its problem,
 and an outlier hardly more than what is 15% off.
-
-``--regret`` is the time of the chosen variant over that of the fastest, of the variants that wheels hold. Each problem is
-left out in turn, on all GPUs: of the rows, all of its sizes; with ``lines`` also all that have as many scans; and of the fit
-in both cases the latter, a sixth of them at a time.
 """
 
 from __future__ import annotations
@@ -20,18 +17,20 @@ import argparse
 import hashlib
 import json
 import math
-import random
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from records import write_records
+from tune import installed
 
-from scan_registry.dispatch.rows import TuningMatch
-from scan_registry.kernels.linear_scan.space import COLUMN_WEIGHTS
+from scan_registry.cli.errors import UsageError
+from scan_registry.cli.tune import tuner_for, watched
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.linear_scan.timing_model import (
     COEFFICIENTS,
@@ -42,7 +41,10 @@ from scan_registry.kernels.linear_scan.timing_model import (
 )
 from scan_registry.kernels.model import Kernel
 from scan_registry.kernels.tables import FOLDER, models_file, timed
-from scan_registry.kernels.tuning import Model, Row, Shape, Tuning
+from scan_registry.kernels.tuning import Model, Row, Tuning
+from scan_registry.ops.linear_scan_random import draw
+from scan_registry.tuner.engine import TuningResult
+from scan_registry.tuner.problems import posed
 
 #: The sources: what is installed may have no tables.
 SOURCES = Path(__file__).resolve().parents[1] / "kernels" / FAMILY.name
@@ -63,7 +65,6 @@ ENOUGH = 15
 PRIOR = 0.02
 #: Logarithm of a ratio beyond which an error is an outlier.
 OUTLIER = 0.15
-FOLDS = 6
 
 
 class Timing(NamedTuple):
@@ -189,96 +190,53 @@ def document() -> dict[str, Any]:
     }
 
 
-# --- Regret -----------------------------------------------------------------------------------
+# --- Random scans -----------------------------------------------------------------------------
 
 
-def chosen(
-    kernel: Kernel,
-    tuning: Tuning,
-    model: Model,
-    of: tuple[str, Row],
-    rows: Sequence[Row],
-    held: set[str],
-) -> str | None:
-    """What selection takes of the variants that the row ``of`` times, by the other rows."""
-    kind, problem = of
-    shape = Shape(kind, problem.sizes, COLUMN_WEIGHTS if "channels" in problem.sizes else {})
-    nearest = min(rows, key=lambda row: row.distance(shape), default=None)
-    if nearest is None or math.isinf(nearest.distance(shape)):
-        return None
-    known = Row(nearest.sizes, {k: ms for k, ms in nearest.times.items() if k in held})
-    with_model = replace(tuning, model=model)
-    match = TuningMatch(
-        with_model,
-        known,
-        nearest.distance(shape),
-        False,
-        shape,
-        with_model.sm_count if model else None,
-    )
-    counts = {
-        label: match.ms(kernel, f"{kernel.head}:{label}")
-        for label in problem.times
-        if label in held
-    }
-    found = {label: ms for label, ms in counts.items() if ms is not None}
-    return min(found, key=lambda label: found[label], default=None)
+def measure(number: int, seed: int, budget: float | None) -> int:
+    """Time random scans, and write their points; the exit status."""
+    try:
+        tuner = tuner_for(None, budget)
+    except UsageError as error:
+        print(f"tools/timing_model.py: error: {error}", file=sys.stderr)
+        return 2
+    tuner.only = installed(Target(tuner.device.capability), lambda _: True)
+    watched(tuner, list(posed(draw(number, seed), ["cuda"])))
+    if not tuner.tuned:
+        print("tools/timing_model.py: error: nothing was timed", file=sys.stderr)
+        return 2
+    print(write_points(tuner.tuned, seed, models_file(SOURCES, tuner.device.arch).parent))
+    return 0
 
 
-def same(a: Row, b: Row, lines: bool) -> bool:
-    """Whether cross-validation leaves one row out together with the other."""
-    if lines and "channels" in a.sizes:
-        return a.sizes["lines"] == b.sizes["lines"]
-    near = abs(math.log2(a.sizes["time"] / b.sizes["time"])) <= 1.01
-    return a.sizes == b.sizes or (lines and a.sizes["lines"] == b.sizes["lines"] and near)
-
-
-def regret(lines: bool) -> None:
-    found = defaultdict[tuple[str, str], list[float]](list)
-    for kernel in kernels():
-        own = tunings(kernel)
-        held = {label for tuning in kernel.tunable.tunings() for label in tuning.labels}
-        points = every(kernel)
-        groups = sorted({_group(each.row) for each in timings(kernel, own)})
-        random.Random(0).shuffle(groups)
-        for fold in range(FOLDS):
-            out = set(groups[fold::FOLDS])
-            fit = fitted(each for each in points if _group(each.row) not in out)
-            for tuning in own:
-                model = {"gpu": GPUS[tuning.gpu], **fit}
-                for kind, row in ((k, r) for k in tuning.kinds for r in tuning.rows(k)):
-                    times = {label: ms for label, ms in row.times.items() if label in held}
-                    if _group(row) not in out or len(times) < 2:
-                        continue
-                    rows = [each for each in tuning.rows(kind) if not same(each, row, lines)]
-                    for name, of in (("row", {}), ("model", model)):
-                        label = chosen(kernel, tuning, of, (kind, row), rows, held)
-                        if label is not None:
-                            ratio = times[label] / min(times.values())
-                            found[name, f"{tuning.gpu} {kernel.name}"].append(ratio)
-                            found[name, "all"].append(ratio)
-    print(f"left out: {'all of as many scans' if lines else 'the sizes'}")
-    for (name, of), ratios in sorted(found.items(), key=lambda each: each[0][::-1]):
-        mean, ordered = math.exp(sum(map(math.log, ratios)) / len(ratios)), sorted(ratios)
-        tenth = ordered[int(0.9 * (len(ordered) - 1))]
-        print(
-            f"  {of}, {name}: {mean:.4f} in the mean of {len(ratios)}, a tenth over {tenth:.3f}, "
-            f"{ordered[-1]:.3f} at worst"
-        )
-
-
-def _group(row: Row) -> tuple[float, float]:
-    """The group of a row. Cross-validation leaves the rows of a group out together."""
-    return row.sizes["lines"], 0.0 if "channels" in row.sizes else row.sizes["time"]
+def write_points(tuned: Sequence[TuningResult], seed: int, folder: Path) -> Path:
+    """A file of the times on each problem, by label."""
+    run = tuned[0].measured.run
+    gpu = re.sub(r"[^a-z0-9]+", "-", run.gpu.lower().removeprefix("nvidia")).strip("-")
+    points = [
+        {
+            "kernel": measured.kernel,
+            "kind": measured.shape.kind,
+            "problem": measured.problem,
+            "sizes": dict(measured.shape.sizes),
+            "ms": measured.times,
+        }
+        for measured in (result.measured for result in tuned)
+    ]
+    path = folder / f"{ARCH.replace('_', '')}-random-{seed}-{gpu}.json"
+    facts = {"schema": 1, "gpu": run.gpu, "date": run.date, "seed": seed}
+    write_records(path, {**facts, "points": points})
+    return path
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--regret", action="store_true", help="cross-validate; writes nothing")
-    if parser.parse_args().regret:
-        for lines in (False, True):
-            regret(lines)
-        return 0
+    parser.add_argument("--random", type=int, metavar="N", help="time N random scans on this GPU")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the scans; default: 1")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing after that")
+    options = parser.parse_args()
+    if options.random:
+        return measure(options.random, options.seed, options.budget)
     written = models_file(SOURCES, ARCH)
     written.parent.mkdir(exist_ok=True)
     written.write_text(json.dumps(document(), indent=1) + "\n", encoding="utf-8")
