@@ -27,33 +27,15 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
     "elman": torch._VF.rnn_tanh,
 }
 
-_NEVER = 1 << 62
-#: From how many steps on this package's code is faster than torch's. Each entry is for at least as many units of all sequences
-#: together (batch size times hidden units) as its first number says. The second number holds without gradients, the third with
-#: gradients. Torch multiplies all sequences' states by the weights in one product of matrices, which gains with its size.
-_FEWEST_STEPS: Mapping[Function, tuple[tuple[int, int, int], ...]] = {
-    "gru": (
-        (32768, _NEVER, _NEVER),
-        (16384, _NEVER, 12),
-        (8192, 32, 8),
-        (512, 12, 8),
-        (0, 8, 8),
-    ),
-    "elman": ((16384, _NEVER, _NEVER), (4096, 32, 32), (0, 24, 16)),
-}
-#: With so many hidden units or more, packing R for the kernel takes as long as some steps. The packing does
-#: not pay off if all sequences together have fewer steps than the second number, or than the third for a GRU without
-#: gradients. Without gradients, the fixed time of a call does not pay off either.
-_LARGE, _FEWEST_OF_ALL, _FEWEST_OF_LARGE_GRU = 256, 16, 96
-#: torch converts an LSTM's weights at each call, which is slow if they are large. torch is faster only if
-#: all sequences together have more steps than so many.
-_MOST_OF_LARGE_LSTM = 512
-#: torch's threads share each step of an LSTM, where this package's code has one thread for a sequence. Without gradients
-#: torch is faster if batch size times hidden units is at most the first number, and hidden units divided by steps at most
-#: the second.
-_MOST_SHARED_UNITS, _MOST_UNITS_A_STEP = 1024, 32
-#: In bfloat16 the conversion takes longer beside the steps. Without gradients it pays off from the second step on.
-_LARGE_IN_BFLOAT16 = 512
+# Limits are from times of one thread, in which torch's functions and this package's code took turns: LSTM, GRU and RNN with 1,
+# 8 and 64 sequences of 1, 8, 32 and 128 steps and 32, 128 and 512 hidden units, with gradients and without.
+#: torch converts an LSTM's weights at each call. With so many hidden units or more that does not pay off if all sequences
+#: together have at most so many steps.
+_LARGE, _FEW_STEPS = 256, 64
+#: From so many steps on this package's code is faster than torch's, which goes step by step.
+_FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
+#: With gradients torch's LSTM in bfloat16 is faster up to so many hidden units.
+_MOST_UNITS_IN_BFLOAT16 = 256
 
 
 def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
@@ -79,40 +61,16 @@ def _does(module: Recurrent[Any], dtype: torch.dtype, steps: tuple[int, int]) ->
     if dtype == torch.float32:
         return is_faster(function, units, *steps)
     if dtype == torch.bfloat16:  # torch rounds each gate of the other cells
-        return function == "lstm" and has_bfloat16() and is_faster_in_bfloat16(units, *steps)
+        fits = units <= _MOST_UNITS_IN_BFLOAT16 or not torch.is_grad_enabled()
+        return function == "lstm" and fits and has_bfloat16()
     return dtype == torch.float64
 
 
 def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
     """Whether torch's function is faster, in float32."""
     if function == "lstm":
-        return (
-            units < _LARGE
-            or all_steps > _MOST_OF_LARGE_LSTM
-            or (
-                not torch.is_grad_enabled()
-                and units <= _MOST_UNITS_A_STEP * steps
-                and units * all_steps <= _MOST_SHARED_UNITS * steps
-                and torch.get_num_threads() > 1
-            )
-        )
-    untracked = not torch.is_grad_enabled()
-    if all_steps < _FEWEST_OF_ALL and (units >= _LARGE or untracked):
-        return True
-    if function == "gru" and untracked and units >= _LARGE and all_steps < _FEWEST_OF_LARGE_GRU:
-        return True
-    of_a_step = units * all_steps // max(1, steps)
-    without, recorded = next(
-        fewest for least, *fewest in _FEWEST_STEPS[function] if of_a_step >= least
-    )
-    return steps < (without if untracked else recorded)
-
-
-def is_faster_in_bfloat16(units: int, steps: int, all_steps: int) -> bool:
-    """Whether torch's function is faster for an LSTM in bfloat16."""
-    if not torch.is_grad_enabled():
-        return units < _LARGE_IN_BFLOAT16 or steps > 1
-    return units <= _LARGE or all_steps >= _MOST_OF_LARGE_LSTM
+        return units < _LARGE or all_steps > _FEW_STEPS
+    return steps < _FEWEST_STEPS[function]
 
 
 def has_bfloat16() -> bool:
