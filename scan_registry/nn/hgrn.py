@@ -109,33 +109,21 @@ class HGRN(ScanLayer):
         return None if weights is None else weights[0]
 
     if TYPE_CHECKING:
-
+        # fmt: off
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            *,
-            return_final_state: Literal[False] = False,
-            **options: Unpack[HGRNOptions],
+            self, x: Tensor, *,
+            return_final_state: Literal[False] = False, **options: Unpack[HGRNOptions],
         ) -> Tensor: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            *,
-            return_final_state: Literal[True],
-            **options: Unpack[HGRNOptions],
+            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[HGRNOptions],
         ) -> tuple[Tensor, Tensor]: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            *,
-            return_final_state: bool,
-            **options: Unpack[HGRNOptions],
+            self, x: Tensor, *, return_final_state: bool, **options: Unpack[HGRNOptions],
         ) -> Tensor | tuple[Tensor, Tensor]: ...
+        # fmt: on
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

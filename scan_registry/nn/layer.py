@@ -62,25 +62,21 @@ class ScanLayer(Exports):
         raise NotImplementedError
 
     if TYPE_CHECKING:
-
+        # fmt: off
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            *,
-            return_final_state: Literal[False] = False,
-            **options: Unpack[CallOptions],
+            self, x: Tensor, *,
+            return_final_state: Literal[False] = False, **options: Unpack[CallOptions],
         ) -> Tensor: ...
-
         @overload
         def __call__(
-            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[CallOptions]
+            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[CallOptions],
         ) -> tuple[Tensor, Tensor]: ...
-
         @overload
         def __call__(
-            self, x: Tensor, *, return_final_state: bool, **options: Unpack[CallOptions]
+            self, x: Tensor, *, return_final_state: bool, **options: Unpack[CallOptions],
         ) -> Tensor | tuple[Tensor, Tensor]: ...
+        # fmt: on
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

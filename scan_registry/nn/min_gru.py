@@ -79,44 +79,29 @@ class _Minimal(ScanLayer):
         return None if weights is None else weights[0]
 
     if TYPE_CHECKING:
-
+        # fmt: off
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            prev_hidden: Tensor | None = None,
-            return_next_prev_hidden: Literal[False] = False,
-            *,
-            return_final_state: Literal[False] = False,
-            **options: Unpack[CallOptions],
+            self, x: Tensor, prev_hidden: Tensor | None = None,
+            return_next_prev_hidden: Literal[False] = False, *,
+            return_final_state: Literal[False] = False, **options: Unpack[CallOptions],
         ) -> Tensor: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            prev_hidden: Tensor | None = None,
-            *,
-            return_next_prev_hidden: Literal[True],
-            **options: Unpack[CallOptions],
+            self, x: Tensor, prev_hidden: Tensor | None = None, *,
+            return_next_prev_hidden: Literal[True], **options: Unpack[CallOptions],
         ) -> tuple[Tensor, Tensor]: ...
-
         @overload
         def __call__(
-            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[CallOptions]
+            self, x: Tensor, *, return_final_state: Literal[True], **options: Unpack[CallOptions],
         ) -> tuple[Tensor, Tensor]: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            prev_hidden: Tensor | None = None,
-            return_next_prev_hidden: bool = False,
-            *,
-            return_final_state: bool = False,
-            **options: Unpack[CallOptions],
+            self, x: Tensor, prev_hidden: Tensor | None = None,
+            return_next_prev_hidden: bool = False, *,
+            return_final_state: bool = False, **options: Unpack[CallOptions],
         ) -> Tensor | tuple[Tensor, Tensor]: ...
-
+        # fmt: on
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.fx
@@ -23,6 +23,8 @@ from scan_registry.ops.rnn_layout import padded
 
 #: The states before the first step and after the last one: a tensor, or a tuple of them.
 StateT = TypeVar("StateT")
+#: Sequences, and resets and results with them.
+InputT = TypeVar("InputT", Tensor, PackedSequence)
 
 
 class _Weights(NamedTuple):
@@ -103,51 +105,18 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
 
     if TYPE_CHECKING:  # calls go through torch.nn.Module's, which has no types
 
-        @overload
         def __call__(
             self,
-            input: Tensor,
+            input: InputT,
             hx: StateT | None = None,
             *,
-            reset: Tensor | None = None,
+            reset: InputT | None = None,
             reset_hx: StateT | None = None,
-        ) -> tuple[Tensor, StateT]: ...
-
-        @overload
-        def __call__(
-            self,
-            input: PackedSequence,
-            hx: StateT | None = None,
-            *,
-            reset: PackedSequence | None = None,
-            reset_hx: StateT | None = None,
-        ) -> tuple[PackedSequence, StateT]: ...
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        hx: StateT | None = None,
-        *,
-        reset: Tensor | None = None,
-        reset_hx: StateT | None = None,
-    ) -> tuple[Tensor, StateT]: ...
-
-    @overload
-    def forward(
-        self,
-        input: PackedSequence,
-        hx: StateT | None = None,
-        *,
-        reset: PackedSequence | None = None,
-        reset_hx: StateT | None = None,
-    ) -> tuple[PackedSequence, StateT]: ...
+        ) -> tuple[InputT, StateT]: ...
 
     def forward(
         self, input: Any, hx: Any = None, *, reset: Any = None, reset_hx: Any = None
-    ) -> Any:
+    ) -> tuple[Any, StateT]:
         """As torch.nn's: the last layer's h at every step, and the states after the last step.
 
         Args:
@@ -177,7 +146,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         if tried and (done := self._at_once(input, hx, reset)) is not None:
             return done
         if isinstance(input, torch.fx.Proxy):
-            return self._traced(input, hx, reset, reset_hx)
+            traced: tuple[Any, StateT] = self._traced(input, hx, reset, reset_hx)
+            return traced
         if isinstance(input, PackedSequence):
             return self._packed(input, hx, reset, reset_hx)
         checks.check_input(self, input)
@@ -203,7 +173,9 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             out, last = out.squeeze(1), [state.squeeze(1) for state in last]
         return out.transpose(0, 1) if first else out, as_given(last)
 
-    def _projected(self, input: Tensor, states: States | None, reset: Any, reset_hx: Any) -> Any:
+    def _projected(
+        self, input: Tensor, states: States | None, reset: Any, reset_hx: Any
+    ) -> tuple[Any, Any]:
         """The same of a network with projections."""
         at = 0 if self.batch_first else 1  # of the batch
         batch = None if input.dim() == 2 else input.shape[at]
@@ -216,7 +188,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             return out.squeeze(at), as_given([state.squeeze(1) for state in last])
         return out, as_given(last)
 
-    def _at_once(self, x: Tensor, hx: Any, reset: Any) -> Any:
+    def _at_once(self, x: Tensor, hx: Any, reset: Any) -> tuple[Any, Any] | None:
         """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
         they are not, or if no plan takes them."""
         if self.bidirectional or not on_gpu(x) or x.dim() != 3 or torch.compiler.is_compiling():
@@ -238,7 +210,9 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         out, last = found
         return out.transpose(0, 1) if first else out, as_given(last)
 
-    def _packed(self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any) -> Any:
+    def _packed(
+        self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any
+    ) -> tuple[Any, Any]:
         """The same of a ``PackedSequence``."""
         x, given, own = packed.data, packed.sorted_indices, packed.unsorted_indices
         checks.check_input(self, x, packed=True)

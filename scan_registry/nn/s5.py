@@ -230,36 +230,23 @@ class S5(ScanLayer):
         return self.seq.B if is_plain(self.seq, S5SSM.forward) else None
 
     if TYPE_CHECKING:
-
+        # fmt: off
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            step_scale: Tensor | float = 1.0,
-            *,
-            return_final_state: Literal[False] = False,
-            **options: Unpack[CallOptions],
+            self, x: Tensor, step_scale: Tensor | float = 1.0, *,
+            return_final_state: Literal[False] = False, **options: Unpack[CallOptions],
         ) -> Tensor: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            step_scale: Tensor | float = 1.0,
-            *,
-            return_final_state: Literal[True],
-            **options: Unpack[CallOptions],
+            self, x: Tensor, step_scale: Tensor | float = 1.0, *,
+            return_final_state: Literal[True], **options: Unpack[CallOptions],
         ) -> tuple[Tensor, Tensor]: ...
-
         @overload
         def __call__(
-            self,
-            x: Tensor,
-            step_scale: Tensor | float = 1.0,
-            *,
-            return_final_state: bool,
-            **options: Unpack[CallOptions],
+            self, x: Tensor, step_scale: Tensor | float = 1.0, *,
+            return_final_state: bool, **options: Unpack[CallOptions],
         ) -> Tensor | tuple[Tensor, Tensor]: ...
+        # fmt: on
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -33,6 +33,6 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def as_given(states: States) -> Tensor | tuple[Tensor, ...]:
+def as_given(states: States) -> Any:
     """States as users get them: a tuple if there are several."""
     return states[0] if len(states) == 1 else tuple(states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,52 +15,39 @@ from scan_registry.ops.causal_conv1d_arguments import normalised
 from scan_registry.ops.causal_conv1d_plans import KernelCall
 from scan_registry.ops.values import check_range, check_rows
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class ConvolutionOptions(TypedDict, total=False):
+        """What ``causal_conv1d`` takes by name, beside ``return_final_state``."""
+
+        initial_state: Tensor | None
+        seq_idx: Tensor | None
+        cu_seqlens: Tensor | None
+        activation: str | None
+        backend: Backend
+
+
 __all__ = ["BACKENDS", "causal_conv1d", "causal_conv1d_update", "describe"]
 
 
+# fmt: off
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[ConvolutionOptions],
 ) -> Tensor: ...
-
-
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[ConvolutionOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[ConvolutionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def causal_conv1d(

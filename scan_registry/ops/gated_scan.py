@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,51 +16,41 @@ from scan_registry.ops.gated_scan_arguments import Options, normalised
 from scan_registry.ops.gated_scan_fast import fast_scan
 from scan_registry.ops.sharded import call_sharded
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class GatedScanOptions(TypedDict, total=False):
+        """What gated scans take by name, beside ``return_final_state``."""
+
+        initial_state: Tensor | None
+        reset: Tensor | None
+        dim: int
+        reverse: bool
+        cu_seqlens: Tensor | None
+        backend: Backend
+
+
 __all__ = ["BACKENDS", "gated_scan"]
 
 _is_compiling = torch.compiler.is_compiling
 
 
+# fmt: off
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor,
+    return_final_state: Literal[False] = False, **options: Unpack[GatedScanOptions],
 ) -> Tensor: ...
-
-
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor,
+    return_final_state: Literal[True], **options: Unpack[GatedScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor, return_final_state: bool, **options: Unpack[GatedScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def gated_scan(

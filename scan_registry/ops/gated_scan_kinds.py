@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 
@@ -10,57 +10,47 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.ops.gated_scan import run
 from scan_registry.ops.gated_scan_arguments import Options, channel_values, with_activation
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    from scan_registry.ops.gated_scan import GatedScanOptions
+
+    class MinOptions(GatedScanOptions, total=False):
+        """What ``min_gru`` and ``min_lstm`` take by name, beside ``return_final_state``."""
+
+        activation: Activation
+
+    class RGLRUOptions(TypedDict, total=False):
+        """What ``rg_lru`` takes by name alone, beside ``return_final_state``."""
+
+        initial_state: Tensor | None
+        dim: int
+        reverse: bool
+        cu_seqlens: Tensor | None
+        backend: Backend
+
+
 __all__ = ["hgrn", "min_gru", "min_lstm", "rg_lru"]
 
 Activation = Literal["positive", "identity"]
 
 
+# fmt: off
 @overload
 def min_gru(
-    gate: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    gate: Tensor, hidden: Tensor, *,
+    return_final_state: Literal[False] = False, **options: Unpack[MinOptions],
 ) -> Tensor: ...
-
-
 @overload
 def min_gru(
-    gate: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    gate: Tensor, hidden: Tensor, *,
+    return_final_state: Literal[True], **options: Unpack[MinOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def min_gru(
-    gate: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    gate: Tensor, hidden: Tensor, *, return_final_state: bool, **options: Unpack[MinOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def min_gru(
@@ -96,55 +86,23 @@ def min_gru(
     return run(kind, (gate, hidden), reset, initial_state, cu_seqlens, options)
 
 
+# fmt: off
 @overload
 def min_lstm(
-    forget: Tensor,
-    input: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    forget: Tensor, input: Tensor, hidden: Tensor, *,
+    return_final_state: Literal[False] = False, **options: Unpack[MinOptions],
 ) -> Tensor: ...
-
-
 @overload
 def min_lstm(
-    forget: Tensor,
-    input: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    forget: Tensor, input: Tensor, hidden: Tensor, *,
+    return_final_state: Literal[True], **options: Unpack[MinOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def min_lstm(
-    forget: Tensor,
-    input: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    forget: Tensor, input: Tensor, hidden: Tensor, *,
+    return_final_state: bool, **options: Unpack[MinOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def min_lstm(
@@ -183,55 +141,26 @@ def min_lstm(
     return run(kind, (forget, input, hidden), reset, initial_state, cu_seqlens, options)
 
 
+# fmt: off
 @overload
 def rg_lru(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    a_param: Tensor,
-    reset: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, a_param: Tensor,
+    reset: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[RGLRUOptions],
 ) -> Tensor: ...
-
-
 @overload
 def rg_lru(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    a_param: Tensor,
-    reset: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, a_param: Tensor,
+    reset: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[RGLRUOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def rg_lru(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    a_param: Tensor,
-    reset: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, a_param: Tensor,
+    reset: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[RGLRUOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def rg_lru(
@@ -278,52 +207,23 @@ def rg_lru(
     )
 
 
+# fmt: off
 @overload
 def hgrn(
-    x: Tensor,
-    forget: Tensor,
-    lower_bound: Tensor | float | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    x: Tensor, forget: Tensor, lower_bound: Tensor | float | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[GatedScanOptions],
 ) -> Tensor: ...
-
-
 @overload
 def hgrn(
-    x: Tensor,
-    forget: Tensor,
-    lower_bound: Tensor | float | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    x: Tensor, forget: Tensor, lower_bound: Tensor | float | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[GatedScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def hgrn(
-    x: Tensor,
-    forget: Tensor,
-    lower_bound: Tensor | float | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    x: Tensor, forget: Tensor, lower_bound: Tensor | float | None = None, *,
+    return_final_state: bool, **options: Unpack[GatedScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def hgrn(

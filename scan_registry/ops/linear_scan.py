@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,55 +18,42 @@ from scan_registry.ops.fast_path import fast_scan
 from scan_registry.ops.problems import make_kernel_call, make_reduction_call
 from scan_registry.ops.sharded import call_sharded
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class LinearScanOptions(TypedDict, total=False):
+        """What ``linear_scan`` takes by name, beside ``return_final_state``."""
+
+        dim: int
+        reverse: bool
+        cu_seqlens: Tensor | None
+        reset: Tensor | None
+        backend: Backend
+
+
 __all__ = ["BACKENDS", "describe", "linear_scan"]
 
 # What torch compiles is not to see the rest of the fast path; what it traces otherwise is told there.
 _is_compiling = torch.compiler.is_dynamo_compiling
 
 
+# fmt: off
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[LinearScanOptions],
 ) -> Tensor: ...
-
-
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[LinearScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[LinearScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def linear_scan(

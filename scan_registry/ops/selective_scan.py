@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,64 +17,42 @@ from scan_registry.ops.sharded import call_sharded
 
 _is_compiling = torch.compiler.is_compiling
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class SelectiveScanOptions(TypedDict, total=False):
+        """What ``selective_scan`` takes by name alone, beside ``return_final_state``."""
+
+        cu_seqlens: Tensor | None
+        backend: Backend
+
+
 __all__ = ["BACKENDS", "describe", "selective_scan"]
 
 
+# fmt: off
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor: ...
-
-
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[SelectiveScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def selective_scan(

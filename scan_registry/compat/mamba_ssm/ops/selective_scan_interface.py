@@ -7,7 +7,8 @@ in ``_ref`` compute the same in plain torch, step after step. Like the originals
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,55 +19,46 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.nn.mamba_block import Norms, Weights, mix
 from scan_registry.ops.selective_scan import selective_scan
 
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class _SelectiveScan(Protocol):
+        """``selective_scan_fn`` and ``selective_scan_ref``."""
+
+        __name__: str
+        __module__: str
+
+        # fmt: off
+        @overload
+        def __call__(
+            self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+            z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+            return_last_state: Literal[False] = False,
+        ) -> Tensor: ...
+        @overload
+        def __call__(
+            self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+            z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+            *, return_last_state: Literal[True],
+        ) -> tuple[Tensor, Tensor]: ...
+        @overload
+        def __call__(
+            self, u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+            z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+            return_last_state: bool = False,
+        ) -> Tensor | tuple[Tensor, Tensor]: ...
+        # fmt: on
+
+
 __all__ = ["mamba_inner_fn", "mamba_inner_ref", "selective_scan_fn", "selective_scan_ref"]
 
 
-@overload
-def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: Literal[False] = False,
-) -> Tensor: ...
+def _typed(function: Callable[..., Any]) -> _SelectiveScan:
+    """The function, with result types that follow from ``return_last_state``."""
+    return function
 
 
-@overload
-def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    *,
-    return_last_state: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
+@_typed
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -130,52 +122,7 @@ def _laid_out_like(u: Any, x: Any) -> Any:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-@overload
-def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    *,
-    return_last_state: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
+@_typed
 def selective_scan_ref(
     u: Tensor,
     delta: Tensor,
