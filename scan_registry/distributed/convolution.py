@@ -30,7 +30,16 @@ from scan_registry.ops.causal_conv1d_derivatives import convolve
 from scan_registry.ops.values import check_bounds
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from scan_registry.distributed.group import Group
+    from scan_registry.ops.causal_conv1d import ConvolutionOptions
+
+    class RankedConvolution(ConvolutionOptions, total=False):
+        """As ``ConvolutionOptions``, and the group of ranks."""
+
+        group: Group
+
 
 __all__ = ["causal_conv1d"]
 
@@ -39,52 +48,23 @@ _NAME = "distributed.causal_conv1d"
 _TENSORS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 
 
+# fmt: off
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: Group = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[RankedConvolution],
 ) -> Tensor: ...
-
-
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: Group = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[RankedConvolution],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: Group = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    activation: str | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[RankedConvolution],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def causal_conv1d(

@@ -17,54 +17,36 @@ from scan_registry.ops.gated_scan_arguments import Options, normalised
 from scan_registry.ops.gated_scan_composed import gates_and_tokens
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from scan_registry.distributed.group import Group
+    from scan_registry.ops.gated_scan import GatedScanOptions
+
+    class RankedGatedScan(GatedScanOptions, total=False):
+        """As ``GatedScanOptions``, and the group of ranks."""
+
+        group: Group
+
 
 __all__ = ["gated_scan"]
 
 
+# fmt: off
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor,
+    return_final_state: Literal[False] = False, **options: Unpack[RankedGatedScan],
 ) -> Tensor: ...
-
-
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor,
+    return_final_state: Literal[True], **options: Unpack[RankedGatedScan],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    kind: str, *inputs: Tensor, return_final_state: bool, **options: Unpack[RankedGatedScan],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def gated_scan(

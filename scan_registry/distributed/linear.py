@@ -25,7 +25,16 @@ from scan_registry.ops.linear_scan import linear_scan as scan_of_one
 from scan_registry.ops.resets import batch_dim, reset_shape
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from scan_registry.distributed.group import Group
+    from scan_registry.ops.linear_scan import LinearScanOptions
+
+    class RankedLinearScan(LinearScanOptions, total=False):
+        """As ``LinearScanOptions``, and the group of ranks."""
+
+        group: Group
+
 
 __all__ = ["linear_scan", "scan"]
 
@@ -35,52 +44,23 @@ _GATES, _REST = 1, 2
 _TENSORS = ("gates", "tokens", "initial_state", "cu_seqlens", "reset")
 
 
+# fmt: off
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[RankedLinearScan],
 ) -> Tensor: ...
-
-
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[RankedLinearScan],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def linear_scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[RankedLinearScan],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def linear_scan(

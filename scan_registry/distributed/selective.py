@@ -33,7 +33,16 @@ from scan_registry.ops.selective_scan_arguments import Arguments, Options, norma
 from scan_registry.ops.selective_scan_derivatives import first_derivative
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from scan_registry.distributed.group import Group
+    from scan_registry.ops.selective_scan import SelectiveScanOptions
+
+    class RankedSelectiveScan(SelectiveScanOptions, total=False):
+        """As ``SelectiveScanOptions``, and the group of ranks."""
+
+        group: Group
+
 
 __all__ = ["selective_scan"]
 
@@ -41,64 +50,29 @@ __all__ = ["selective_scan"]
 _NAMES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
 
+# fmt: off
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[False] = False,
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[RankedSelectiveScan],
 ) -> Tensor: ...
-
-
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: Literal[True],
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[RankedSelectiveScan],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool,
-    backend: Backend = "auto",
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[RankedSelectiveScan],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
 
 
 def selective_scan(
