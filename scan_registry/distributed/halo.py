@@ -62,13 +62,12 @@ class Exchange:
         size, width = slots * prod(self.shape), 0 if bits is None else bits.numel()
         opening = opening_of(members, self.terms, x.device, size + width, self.dtype)
 
-        def make(row: Tensor | None) -> None:
-            if row is not None:
-                self._write(row[:size], [x])
-                if bits is not None:
-                    row[size:].copy_(bits)
+        def make(row: Tensor) -> None:
+            self._write(row[:size], [x])
+            if bits is not None:
+                row[size:].copy_(bits)
 
-        opened, _ = opening.exchange_made(make, read=packed)
+        opened = opening.exchange(make, read=packed)
         self.number = members.session.calls
         if packed:
             assert opened.local is not None
@@ -91,12 +90,7 @@ class Exchange:
         terms = Terms(f"{self.terms.operator}, {what}", self.terms.common)
         size = len(rows) * self.slots * prod(self.shape)
         opening = opening_of(self.members, terms, self.ages.device, size, self.dtype)
-
-        def make(row: Tensor | None) -> None:
-            if row is not None:
-                self._write(row, rows)
-
-        return opening.exchange_made(make, self.number, read=False)[0]
+        return opening.exchange(lambda row: self._write(row, rows), self.number, read=False)
 
     def _write(self, row: Tensor, tensors: Sequence[Tensor | None]) -> None:
         """Write the last ``slots`` steps of tensors (batch, channels, steps), after zeros if there are fewer."""

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +52,6 @@ __all__ = [
     "opening_of",
     "refused",
 ]
-
-Made = TypeVar("Made")
 
 #: The largest capacity of an opening, in bytes.
 _MOST = 1 << 20
@@ -202,33 +200,30 @@ class Opening:
         return found
 
     def exchange(
-        self, number: int = 0, *, error: Exception | None = None, read: bool = True
+        self,
+        make: Callable[[Tensor], None] | None = None,
+        number: int = 0,
+        *,
+        error: Exception | None = None,
+        read: bool = True,
     ) -> Opened:
-        """Exchange the messages of all ranks, whose rows are not used. Errors are as for ``agree``.
+        """Exchange the messages of all ranks. Errors are as for ``agree``.
 
+        make   writes this rank's row, where the call has one. Whatever of this rank's work may fail before the exchange has
+               its place here: an error there, such as one of memory, becomes an error on all ranks. Outside, this rank would
+               leave the others waiting
         error  why this rank cannot make the call; the other ranks raise an error that names it
         read   false if the call may go on before this rank has read the headers
         """
-        if error is not None:
-            return self._exchange(None, error, number, read)
-        return self.exchange_made(lambda row: None, number, read=read)[0]
-
-    def exchange_made(
-        self, make: Callable[[Tensor | None], Made], number: int = 0, *, read: bool = True
-    ) -> tuple[Opened, Made]:
-        """As ``exchange``, with rows that ``make`` fills in; it gets None if the call has no row. Also returns what ``make``
-        returns.
-
-        Whatever of this rank's work may fail before the exchange has its place in ``make``: an error there, such as one of
-        memory, becomes an error on all ranks. Outside, this rank would leave the others waiting.
-        """
-        message, error, made = None, None, None
-        try:
-            message = self._message()
-            made = make(message.row)
-        except Exception as failure:
-            error = failure
-        return self._exchange(message, error, number, read), cast("Made", made)
+        message = None
+        if error is None:
+            try:
+                message = self._message()
+                if make is not None and message.row is not None:
+                    make(message.row)
+            except Exception as failure:
+                error = failure
+        return self._exchange(message, error, number, read)
 
     def _exchange(
         self, message: Message | None, error: Exception | None, number: int, read: bool
@@ -331,7 +326,7 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
     if isinstance(terms, Exception):
         terms = Terms("a call", ())
     opening = opening_of(members, terms, device)
-    return opening.exchange(terms.number, error=error).local
+    return opening.exchange(number=terms.number, error=error).local
 
 
 def opening_of(

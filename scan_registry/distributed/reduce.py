@@ -175,12 +175,8 @@ class Run(ABC):
         return self._exchange(self._opening_of(terms, 2), tensors, read)
 
     def _exchange(self, first: Opening, tensors: Tensors, read: bool) -> Opened:
-        def make(row: Tensor | None) -> None:
-            if row is not None:
-                self.summary(tensors, row)
-
         with torch.no_grad():
-            return first.exchange_made(make, read=read)[0]
+            return first.exchange(lambda row: self.summary(tensors, row), read=read)
 
     # --- States of one sequence and of all ---------------------------------------------------
 
@@ -269,19 +265,17 @@ class Run(ABC):
         """The gradients that are wanted on this rank, of the call with this number. Every rank has to call this. The ranks'
         gradients of the final state are summed. The gradient of the initial state is zero on ranks where no sequence's scan
         starts."""
-        part, count = self.part, 2 * self.count
+        part, count, summary = self.part, 2 * self.count, None
 
-        def make(row: Tensor | None) -> Any:
-            if row is None:
-                return None
-            made = self.backward_summary(saved, out_grad, row[:count])
+        def make(row: Tensor) -> None:
+            nonlocal summary
+            summary = self.backward_summary(saved, out_grad, row[:count])
             if self._sums_in_opening:
                 _write(row[count:], last_grad)
-            return made
 
         # With packed sequences, another collective follows.
         packed = self.bounds is not None
-        opened, summary = self.backward_opening.exchange_made(make, number, read=packed)
+        opened = self.backward_opening.exchange(make, number, read=packed)
         gathered, total, behind = opened.rows, None, None
         if packed and self.final:
             total = groups.all_reduce(self.members, self.last_grad(last_grad))

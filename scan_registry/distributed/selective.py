@@ -321,7 +321,7 @@ class Run(reduce.Run):
             "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
             "scan_registry.distributed.linear_scan has second ones"
         )
-        self.backward_opening.exchange(number, error=error)
+        self.backward_opening.exchange(number=number, error=error)
         raise error
 
 

@@ -38,11 +38,11 @@ class StubOpening:
     def __init__(self, elements: int) -> None:
         self.row, self.rows = torch.full((elements,), torch.nan), None
 
-    def exchange_made(self, make: Any, number: int = 0, *, read: bool) -> tuple[Opened, Any]:
-        made = make(self.row)
+    def exchange(self, make: Any, number: int = 0, *, read: bool) -> Opened:
+        make(self.row)
         if self.rows is None:
             raise StopHereError
-        return Opened(None, self.rows), made
+        return Opened(None, self.rows)
 
 
 class Rank:
