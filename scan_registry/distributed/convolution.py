@@ -138,26 +138,26 @@ def _call(
     x = tensors[0]
     device = x.device if isinstance(x, Tensor) else None
     try:
-        given, options = _checked(tensors, request)
-        terms = _terms(given, options)
+        arguments, options = _checked(tensors, request)
+        terms = _terms(arguments, options)
     except Exception as error:
         agree(members, error, device)
         raise
-    slots = given.weight.shape[1] - 1
+    slots = arguments.weight.shape[1] - 1
     ages = torch.arange(slots, 0, -1, device=device)
-    of_x = given.x.shape[:2], options.final, given.x.dtype
+    of_x = arguments.x.shape[:2], options.final, arguments.x.dtype
     exchange = Exchange(members, terms, slots, *of_x, ages)
-    x, halo, last = Halo.apply(given.x, exchange, given.seq_idx)  # type: ignore[no-untyped-call]
-    given = given._replace(x=x)
-    if given.cu_seqlens is not None:
-        return _packed(given, options, exchange, halo)
-    state = with_initial(exchange, members.rank, halo, given.initial_state)
-    state = of_run(exchange, members.rank, given.seq_idx, state)
+    x, halo, last = Halo.apply(arguments.x, exchange, arguments.seq_idx)  # type: ignore[no-untyped-call]
+    arguments = arguments._replace(x=x)
+    if arguments.cu_seqlens is not None:
+        return _packed(arguments, options, exchange, halo)
+    state = with_initial(exchange, members.rank, halo, arguments.initial_state)
+    state = of_run(exchange, members.rank, arguments.seq_idx, state)
     if options.final:
-        last = with_initial(exchange, members.size, last, given.initial_state)
-        last = of_run(exchange, members.size, given.seq_idx, last)
-    given = given._replace(initial_state=state.contiguous())
-    y, _ = convolve(given, options._replace(final=False))
+        last = with_initial(exchange, members.size, last, arguments.initial_state)
+        last = of_run(exchange, members.size, arguments.seq_idx, last)
+    arguments = arguments._replace(initial_state=state.contiguous())
+    y, _ = convolve(arguments, options._replace(final=False))
     return y, last if options.final else None
 
 
@@ -168,9 +168,9 @@ def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Argume
     """Checked as for the local operator, except that bounds and the initial state are those of the whole sequence."""
     x, weight, bias, state, seq_idx, bounds = tensors
     local = None if bounds is not None else state
-    given, options = normalised(x, weight, bias, local, seq_idx, None, *request)
+    arguments, options = normalised(x, weight, bias, local, seq_idx, None, *request)
     if bounds is None:
-        return given, options
+        return arguments, options
     if seq_idx is not None:
         raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
     check_tensor("cu_seqlens", bounds, (torch.int32, torch.int64), x)
@@ -188,27 +188,27 @@ def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Argume
         check_shape("initial_state", state, shape, "(sequences, channels, width - 1)")
         state = state.to(x.dtype).contiguous()
     bounds = bounds.to(torch.int64).contiguous()
-    return given._replace(initial_state=state, cu_seqlens=bounds), options
+    return arguments._replace(initial_state=state, cu_seqlens=bounds), options
 
 
-def _terms(given: Arguments, options: Options) -> Terms:
-    x, bounds = given.x, given.cu_seqlens
+def _terms(arguments: Arguments, options: Options) -> Terms:
+    x, bounds = arguments.x, arguments.cu_seqlens
     batch, channels, steps = x.shape
     common = (
         ("batch", batch),
         ("channels", channels),
-        ("width", given.weight.shape[1]),
+        ("width", arguments.weight.shape[1]),
         ("dtype", str(x.dtype).removeprefix("torch.")),
         ("device", x.device.type),
-        ("bias", given.bias is not None),
-        ("initial_state", given.initial_state is not None),
-        ("seq_idx", given.seq_idx is not None),
+        ("bias", arguments.bias is not None),
+        ("initial_state", arguments.initial_state is not None),
+        ("seq_idx", arguments.seq_idx is not None),
         ("cu_seqlens", None if bounds is None else _digest(bounds)),
         ("silu", options.silu),
         ("return_final_state", options.final),
         ("gradient of x", torch.is_grad_enabled() and x.requires_grad),
     )
-    tail = min(steps, given.weight.shape[1] - 1)
+    tail = min(steps, arguments.weight.shape[1] - 1)
     return Terms(_NAME, common, (tail,) if bounds is None else (tail, steps))
 
 
@@ -231,16 +231,16 @@ class _Part(NamedTuple):
 
 
 def _packed(
-    given: Arguments, options: Options, exchange: Exchange, halo: Tensor
+    arguments: Arguments, options: Options, exchange: Exchange, halo: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The output of this rank's part of packed sequences, and their final states if wanted."""
-    bounds, members = given.cu_seqlens, exchange.members
+    bounds, members = arguments.cu_seqlens, exchange.members
     assert bounds is not None
     check_bounds(bounds, sum(exchange.lengths))
     part = _Part(sum(exchange.lengths[: members.rank]), exchange.lengths[members.rank])
-    state = _packed_states(bounds, part, exchange, halo, given.initial_state)
+    state = _packed_states(bounds, part, exchange, halo, arguments.initial_state)
     bounds_here = (bounds - part.first).clamp(0, part.steps)
-    local = given._replace(initial_state=state.contiguous(), cu_seqlens=bounds_here)
+    local = arguments._replace(initial_state=state.contiguous(), cu_seqlens=bounds_here)
     y, last = convolve(local, options)
     if last is None:
         return y, None

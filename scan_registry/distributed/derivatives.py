@@ -133,24 +133,24 @@ class Edge(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, members: Members, dim: int, reverse: bool, sources: list[int | None]
     ) -> tuple[Tensor, Tensor]:
-        ctx.given = members, dim, reverse, sources
+        ctx.how = members, dim, reverse, sources
         shape = [*x.shape]
         del shape[dim]
         ctx.shape = x.shape
-        found = groups.all_gather(members, _last(x, dim, reverse).reshape(-1))
+        edges = groups.all_gather(members, _last(x, dim, reverse).reshape(-1))
         source = sources[members.rank]
-        edge = x.new_zeros(shape) if source is None else found[source].reshape(shape)
+        edge = x.new_zeros(shape) if source is None else edges[source].reshape(shape)
         return x.view_as(x), edge
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, edge_grad: Tensor) -> Any:
-        members, dim, reverse, sources = ctx.given
-        found = groups.all_gather(members, edge_grad.reshape(-1))
+        members, dim, reverse, sources = ctx.how
+        grads = groups.all_gather(members, edge_grad.reshape(-1))
         mine = [rank for rank, source in enumerate(sources) if source == members.rank]
         if mine:
             grad = grad.clone()
-            _last(grad, dim, reverse).add_(found[mine].sum(0).reshape(edge_grad.shape))
+            _last(grad, dim, reverse).add_(grads[mine].sum(0).reshape(edge_grad.shape))
         return grad, None, None, None, None
 
 

@@ -25,7 +25,7 @@ __all__ = ["Layout", "choose", "register"]
 Choice = tuple[str, ...]
 
 
-class Held(NamedTuple):
+class Input(NamedTuple):
     """A DTensor before the call: its letters, its placements, and the number of elements of the whole tensor."""
 
     letters: str
@@ -33,7 +33,7 @@ class Held(NamedTuple):
     elements: int
 
 
-def choose(layout: Layout, sizes: Sequence[int], held: Sequence[Held]) -> Choice:
+def choose(layout: Layout, sizes: Sequence[int], tensors: Sequence[Input]) -> Choice:
     """The letters to shard over a mesh of these sizes, such that the fewest elements have to be sent. Where sharding saves
     nothing, no letter is sharded."""
     chosen: list[str] = []
@@ -44,8 +44,13 @@ def choose(layout: Layout, sizes: Sequence[int], held: Sequence[Held]) -> Choice
         ]
         costs = [
             sum(
-                _cost(each.placements[place], argument(each.letters, letter), each.elements, size)
-                for each in held
+                _cost(
+                    tensor.placements[place],
+                    argument(tensor.letters, letter),
+                    tensor.elements,
+                    size,
+                )
+                for tensor in tensors
             )
             for letter in options
         ]
@@ -79,8 +84,8 @@ def argument(letters: str, letter: str) -> Placement:
 
 def _result(letters: str, letter: str) -> Placement:
     """The placement of a result, if ``letter`` is sharded. A result without that letter is a sum over shards (``Partial``)."""
-    found = argument(letters, letter)
-    return Partial() if letter and found.is_replicate() else found
+    placement = argument(letters, letter)
+    return Partial() if letter and placement.is_replicate() else placement
 
 
 def mesh_of(operator: str, tensors: Sequence[Tensor | None]) -> DeviceMesh:
@@ -114,8 +119,8 @@ def placed(tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) ->
         tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if tuple(tensor.placements) == tuple(placements):
         return tensor
-    found: DTensor = tensor.redistribute(mesh, placements)
-    return found
+    moved: DTensor = tensor.redistribute(mesh, placements)
+    return moved
 
 
 def wrapped(
@@ -137,18 +142,18 @@ def wrapped(
 
 def sizes_of(layout: Layout, tensors: Sequence[Tensor | None]) -> dict[str, int]:
     """The global sizes of dimensions by letter."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for letters, tensor in zip(layout.inputs, tensors, strict=True):
         if letters is not None and tensor is not None:
-            found.update(zip(letters, tensor.shape, strict=True))
-    found.pop(".", None)
-    return found
+            sizes.update(zip(letters, tensor.shape, strict=True))
+    sizes.pop(".", None)
+    return sizes
 
 
-def held(layout: Layout, tensors: Sequence[Tensor | None]) -> list[Held]:
+def inputs_of(layout: Layout, tensors: Sequence[Tensor | None]) -> list[Input]:
     """The letters and placements of the DTensors before the call."""
     return [
-        Held(letters, tuple(tensor.placements), tensor.numel())
+        Input(letters, tuple(tensor.placements), tensor.numel())
         for letters, tensor in zip(layout.inputs, tensors, strict=True)
         if letters is not None and isinstance(tensor, DTensor)
     ]
@@ -189,7 +194,7 @@ def compute(operator: Any, args: Sequence[Any]) -> Any:
     name, places = operator._schema.name.partition("::")[2], _places(operator)
     layout, tensors = LAYOUTS[name](*args), list(_flat(args, places))
     mesh = mesh_of(name, tensors)
-    choice = choose(layout, mesh.shape, held(layout, tensors))
+    choice = choose(layout, mesh.shape, inputs_of(layout, tensors))
     with torch.no_grad():
         local = [
             None
@@ -197,24 +202,24 @@ def compute(operator: Any, args: Sequence[Any]) -> Any:
             else placed(tensor, mesh, [argument(letters, letter) for letter in choice]).to_local()
             for letters, tensor in zip(layout.inputs, tensors, strict=True)
         ]
-        made = operator(*_filled(args, places, local))
+        results = operator(*_filled(args, places, local))
         sizes = sizes_of(layout, tensors)
-        found = []
-        for name, result in zip(layout.outputs, made, strict=True):
+        sharded = []
+        for name, result in zip(layout.outputs, results, strict=True):
             stands_for_none = name is None or len(name) != result.dim()
             letters = "." * result.dim() if name is None or stands_for_none else name
             placements = [
                 Replicate() if stands_for_none else _result(letters, letter) for letter in choice
             ]
-            found.append(wrapped(result, mesh, placements, letters, sizes))
-    return found if isinstance(made, list) else tuple(found)
+            sharded.append(wrapped(result, mesh, placements, letters, sizes))
+    return sharded if isinstance(results, list) else tuple(sharded)
 
 
 def _rule(cls: Any, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """The function that torch calls. It looks ``compute`` up by name, as the package may have been imported again."""
     names = [argument.name for argument in operator._schema.arguments]
-    given = [*args, *((kwargs or {})[name] for name in names[len(args) :])]
-    return import_module(__name__).compute(operator, given)
+    every = [*args, *((kwargs or {})[name] for name in names[len(args) :])]
+    return import_module(__name__).compute(operator, every)
 
 
 def register() -> None:

@@ -11,7 +11,7 @@ from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening
 from scan_registry.distributed.group import untraced
 from scan_registry.distributed.linear import scan
-from scan_registry.ops import arguments
+from scan_registry.ops.arguments import Options as ScanOptions
 from scan_registry.ops.gated_scan import run as scan_of_one
 from scan_registry.ops.gated_scan_arguments import Options, normalised
 from scan_registry.ops.gated_scan_composed import gates_and_tokens
@@ -106,15 +106,15 @@ def _gated_scan(
     options: Options,
 ) -> Any:
     members = groups.resolve(group)
-    tensors = {f"inputs[{number}]": each for number, each in enumerate(inputs)}
+    tensors = {f"inputs[{number}]": x for number, x in enumerate(inputs)}
     others = {"initial_state": initial, "reset": reset, "cu_seqlens": cu_seqlens}
     opening.check_local(members, "gated_scan", **tensors, **others)
     if members.size == 1:
         return scan_of_one(options.kind, inputs, reset, initial, cu_seqlens, options)
-    first = next((each for each in inputs if isinstance(each, Tensor)), None)
+    first = next((x for x in inputs if isinstance(x, Tensor)), None)
     try:
-        given, options = normalised(options.kind, inputs, reset, None, None, options)
-        gates, tokens = gates_and_tokens(given, options)
+        arguments, options = normalised(options.kind, inputs, reset, None, None, options)
+        gates, tokens = gates_and_tokens(arguments, options)
         if reset is not None:
             along = reset.unsqueeze(-1 if options.dim == -2 else -2)
             gates = gates.masked_fill(along, 0)
@@ -122,8 +122,8 @@ def _gated_scan(
         opening.agree(members, error, None if first is None else first.device)
         raise
     backend = "reference" if options.backend == "reference" else "auto"
-    how = arguments.Options(options.dim, options.reverse, options.final, backend)
-    dtype = given.inputs[0].dtype
+    how = ScanOptions(options.dim, options.reverse, options.final, backend)
+    dtype = arguments.inputs[0].dtype
     # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
     operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
     states, last = scan(members, gates, tokens, initial, cu_seqlens, how, operator)

@@ -58,10 +58,10 @@ class Members:
 
     @property
     def group(self) -> ProcessGroup:
-        found = self.of()
-        if found is None:
+        group = self.of()
+        if group is None:
             raise RuntimeError("the process group of this call has been destroyed")
-        return found
+        return group
 
     def position(self, reverse: bool) -> int:
         """How many ranks' parts are scanned before this one's."""
@@ -87,16 +87,16 @@ def resolve(group: Group = None) -> Members:
         raise ValueError("this process is not a member of the group")
     elif not isinstance(group, dist.ProcessGroup):
         members = _of_mesh(group)
-    found = None if members is None else _known.get(members)
-    if found is not None:
-        return found
+    resolved = None if members is None else _known.get(members)
+    if resolved is not None:
+        return resolved
     rank = dist.get_rank(members)
     if members is None or rank < 0:
         raise ValueError("this process is not a member of the group")
-    kinds = frozenset(each.type for each in members._device_types)
-    found = Members(ref(members), rank, dist.get_world_size(members), Session(kinds))
-    _known[members] = found
-    return found
+    kinds = frozenset(device.type for device in members._device_types)
+    resolved = Members(ref(members), rank, dist.get_world_size(members), Session(kinds))
+    _known[members] = resolved
+    return resolved
 
 
 def _of_mesh(mesh: Any) -> ProcessGroup:
@@ -171,11 +171,11 @@ def _carrier(members: Members, device: torch.device) -> torch.device:
     """The device on which the group exchanges tensors of ``device``: the CPU with gloo."""
     if device.type == "cpu":
         return device
-    found = members.session.carriers.get(device)
-    if found is None:
+    carrier = members.session.carriers.get(device)
+    if carrier is None:
         on_cpu = members.group._get_backend(device).name() == "gloo"
-        found = members.session.carriers[device] = torch.device("cpu") if on_cpu else device
-    return found
+        carrier = members.session.carriers[device] = torch.device("cpu") if on_cpu else device
+    return carrier
 
 
 def is_capturing(place: torch.device) -> bool:
@@ -187,10 +187,10 @@ def all_gather(members: Members, row: Tensor) -> Tensor:
     """All ranks' rows as a tensor (ranks, elements). Rows have the same size and dtype on all ranks."""
     place = _carrier(members, row.device)
     mine = row.to(place).contiguous().view(torch.uint8)
-    found = mine.new_empty(members.size * mine.numel())
-    if found.numel():
-        gather(found, mine, members.group)
-    return found.view(row.dtype).view(members.size, row.numel()).to(row.device)
+    rows = mine.new_empty(members.size * mine.numel())
+    if rows.numel():
+        gather(rows, mine, members.group)
+    return rows.view(row.dtype).view(members.size, row.numel()).to(row.device)
 
 
 def all_reduce(members: Members, tensor: Tensor) -> Tensor:

@@ -75,9 +75,9 @@ class Exchange:
         counts = opened.numbers.to(x.device)
         self.before = (counts[:, :1] >= self.ages).view(-1).cumsum(0)
         if bits is not None and opened.rows is not None:
-            found = opened.rows[:, size:].contiguous().view(_integers(self.dtype))
-            found = found.view(members.size, self.shape[0], slots)
-            self.numbers = found.transpose(1, 2).reshape(members.size * slots, -1)
+            numbers = opened.rows[:, size:].contiguous().view(_integers(self.dtype))
+            numbers = numbers.view(members.size, self.shape[0], slots)
+            self.numbers = numbers.transpose(1, 2).reshape(members.size * slots, -1)
         return self._picked(opened, size)
 
     def again(self, tail: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -118,12 +118,12 @@ class Exchange:
     def _picked(self, opened: Opened, size: int) -> tuple[Tensor | None, Tensor | None]:
         """The steps before this rank's part, (batch, channels, slots), with zeros where there are none; None before the first
         part. With ``final`` also the last steps of the whole sequence."""
-        members, found = self.members, opened.rows
+        members, rows = self.members, opened.rows
         if not members.rank and not self.final:
             return None, None
-        if found is None:  # of an empty batch, or no channels
-            found = torch.empty(members.size, 0, dtype=self.dtype, device=self.ages.device)
-        tails = found[:, :size].reshape(members.size * self.slots, -1)
+        if rows is None:  # of an empty batch, or no channels
+            rows = torch.empty(members.size, 0, dtype=self.dtype, device=self.ages.device)
+        tails = rows[:, :size].reshape(members.size * self.slots, -1)
 
         def picked(rank: int) -> Tensor:
             # How many steps there are before the step of each slot; negative where there is none.
@@ -141,10 +141,10 @@ class Exchange:
         of the last steps; None for zero. Slots without steps have any values."""
         rows = [halo_grad, last_grad] if self.final else [halo_grad]
         opened = self._opened("backward", rows)
-        members, slots, found = self.members, self.slots, opened.rows
-        if found is None:
+        members, slots, gathered = self.members, self.slots, opened.rows
+        if gathered is None:
             return None
-        grads = found.view(members.size, len(rows), slots, -1)
+        grads = gathered.view(members.size, len(rows), slots, -1)
         before = self.counted.view(-1, slots)[members.rank :]
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         takers, ends = grads[members.rank + 1 :, 0], before[:-1, -1:]
@@ -202,11 +202,11 @@ class Halo(torch.autograd.Function):
                 None,
                 None,
             )
-        found = exchange.scattered(halo_grad, last_grad)
-        if found is not None:
+        grad_of_tail = exchange.scattered(halo_grad, last_grad)
+        if grad_of_tail is not None:
             # In place, so that not all of x is read: the convolution's backward pass has just made this gradient, and nothing
             # else refers to it.
-            x_grad[..., steps - count :].add_(found[..., slots - count :])
+            x_grad[..., steps - count :].add_(grad_of_tail[..., slots - count :])
         return x_grad, None, None
 
 
@@ -218,8 +218,8 @@ class Scatter(torch.autograd.Function):
         ctx: Any, halo_grad: Tensor, last_grad: Tensor | None, exchange: Exchange
     ) -> Tensor:
         ctx.exchange = exchange
-        found = exchange.scattered(halo_grad, last_grad)
-        return torch.zeros_like(halo_grad) if found is None else found
+        grad_of_tail = exchange.scattered(halo_grad, last_grad)
+        return torch.zeros_like(halo_grad) if grad_of_tail is None else grad_of_tail
 
     @staticmethod
     def backward(ctx: Any, tail_grad: Tensor) -> Any:

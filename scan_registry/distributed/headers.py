@@ -93,8 +93,8 @@ def read_headers(headers: Tensor, terms: Terms | Exception) -> tuple[tuple[int, 
 
 def _texts(headers: Tensor) -> list[str]:
     words = headers[:, WORDS : HEADER // 8].tolist()
-    raw = [b"".join(word.to_bytes(8, "little", signed=True) for word in each) for each in words]
-    return [each.rstrip(b"\0").decode(errors="ignore") for each in raw]
+    raw = [b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in words]
+    return [text.rstrip(b"\0").decode(errors="ignore") for text in raw]
 
 
 def _differences(texts: list[str], numbers: list[list[int]], terms: Terms) -> str:

@@ -1,9 +1,9 @@
 """Names the dimensions of an operator's tensors by letters, as in ``torch.einsum``.
 
 A tensor has one letter for each of its dimensions. Dimensions with the same letter are sharded together. A dot stands for a
-dimension that cannot be sharded. Time, "t", is sharded by ``time_shards`` alone. If another letter is sharded, each rank computes its shards without communication. An
-argument without that letter is replicated. A result without that letter is a sum over ranks (``Partial``), such as the gradient
-of a weight.
+dimension that cannot be sharded. Time, "t", is sharded by ``time_shards`` alone. If another letter is sharded, each rank
+computes its shards without communication. An argument without that letter is replicated. A result without that letter is a sum
+over ranks (``Partial``), such as the gradient of a weight.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _selective(
     """The letters of all arguments that have a gradient, those of a state, and ``Layout.whole``."""
     state = "bc." if bounds is None else "b.c."
     whole: dict[str, int] = {}
-    of_B, of_C = (_projection(each, A.is_complex(), whole) for each in (B, C))
+    of_B, of_C = (_projection(x, A.is_complex(), whole) for x in (B, C))
     return ["bct", "bct", "c.", of_B, of_C, "c", "bct", "c", state], state, whole
 
 

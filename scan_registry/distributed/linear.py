@@ -224,8 +224,8 @@ def _restarted(gates: Any, tokens: Any, reset: Any, options: Options) -> Tensor:
     if rank > 1:
         reset = reset.view(*reset.shape, *(1 for _ in range(rank - 2)))
         reset = reset.movedim((0, 1), (batch_dim(rank, dim), dim))
-    found: Tensor = gates.masked_fill(reset, 0)
-    return found
+    zeroed: Tensor = gates.masked_fill(reset, 0)
+    return zeroed
 
 
 # --- Passes -----------------------------------------------------------------------------------

@@ -180,24 +180,24 @@ class Opening:
         key = capacity, _stream(self.on)
         # Memory of a CUDA graph belongs to that graph, and it shares none with calls that are not recorded.
         capturing = is_capturing(self.on)
-        found = None if capturing else self._messages.get(key)
-        if found is None:
+        message = None if capturing else self._messages.get(key)
+        if message is None:
             # No tensors of inference mode, which other calls could not write to.
             with torch.inference_mode(False):
-                found = Message(capacity, self.place, self.count, self.dtype, self.device)
+                message = Message(capacity, self.place, self.count, self.dtype, self.device)
             other = next(iter(self._messages.values()), None)
             if capturing and other is not None:
                 # A graph cannot copy from the CPU's usual memory. Whenever it runs, it reads the other message.
-                found.copy_header(other)
+                message.copy_header(other)
                 if other not in self.members.session.captured:
                     self.members.session.captured.append(other)
             else:  # another stream may not have written the other message yet
-                found.write(encoded(self.terms._replace(number=0)))
+                message.write(encoded(self.terms._replace(number=0)))
             if not capturing:
                 if len(self._messages) >= _STREAMS:
                     self._messages.clear()
-                self._messages[key] = found
-        return found
+                self._messages[key] = message
+        return message
 
     def exchange(
         self,
@@ -339,12 +339,12 @@ def opening_of(
     """The group's opening for these terms, and for rows of ``count`` elements."""
     memory = members.session.openings
     key = terms._replace(number=0), device, count, dtype
-    found: Opening | None = memory.get(key)
-    if found is None:
+    opening: Opening | None = memory.get(key)
+    if opening is None:
         if len(memory) >= _KEPT:
             memory.clear()
-        found = memory[key] = Opening(members, terms, device, count, dtype)
-    return found
+        opening = memory[key] = Opening(members, terms, device, count, dtype)
+    return opening
 
 
 # --- Headers that are compared on a GPU -------------------------------------------------------
@@ -383,16 +383,16 @@ class Unread(NamedTuple):
     operator: str
 
 
-def _compared(state: Session, found: Tensor, message: Message, operator: str) -> Tensor:
+def _compared(state: Session, words: Tensor, message: Message, operator: str) -> Tensor:
     """Whether the headers are equal, as a tensor on the GPU. ``check_unread`` raises the error in a later call."""
-    equal = (found[:, :_COMPARED] == message.compared).all()
-    if is_capturing(found.device):  # the CPU learns nothing when a CUDA graph runs
+    equal = (words[:, :_COMPARED] == message.compared).all()
+    if is_capturing(words.device):  # the CPU learns nothing when a CUDA graph runs
         return equal
-    flag = state.flags.pop() if state.flags else _Flag(found.device)
+    flag = state.flags.pop() if state.flags else _Flag(words.device)
     flag.come(equal)
     # The CPU may learn the result many calls later, and large rows would take memory until then.
     headers = (
-        found if found.shape[1] * _WORD <= _KEPT_WHOLE else found[:, : HEADER // _WORD].clone()
+        words if words.shape[1] * _WORD <= _KEPT_WHOLE else words[:, : HEADER // _WORD].clone()
     )
     state.unread.append(Unread(flag, headers, operator))
     return equal

@@ -73,7 +73,7 @@ def packed(bounds: Sequence[int], lengths: Sequence[int], rank: int, reverse: bo
         return _packed(bounds, lengths, rank)
     total, count, time = bounds[-1], len(bounds) - 2, lengths[rank]
     mirrored = _packed(
-        [total - each for each in reversed(bounds)],
+        [total - bound for bound in reversed(bounds)],
         [*reversed(lengths)],
         len(lengths) - 1 - rank,
     )
@@ -81,8 +81,8 @@ def packed(bounds: Sequence[int], lengths: Sequence[int], rank: int, reverse: bo
     def number(sequence: int | None) -> int | None:
         return None if sequence is None else count - sequence
 
-    def steps(given: Steps | None) -> Steps | None:
-        return None if given is None else (time - given[1], time - given[0])
+    def steps(ends: Steps | None) -> Steps | None:
+        return None if ends is None else (time - ends[1], time - ends[0])
 
     assert mirrored.bounds is not None
     return replace(
@@ -91,9 +91,9 @@ def packed(bounds: Sequence[int], lengths: Sequence[int], rank: int, reverse: bo
         leaves=number(mirrored.leaves),
         tail=steps(mirrored.tail),
         head=steps(mirrored.head),
-        begins=tuple(count - each for each in mirrored.begins),
-        ends=tuple(count - each for each in mirrored.ends),
-        bounds=tuple(time - each for each in reversed(mirrored.bounds)),
+        begins=tuple(count - number for number in mirrored.begins),
+        ends=tuple(count - number for number in mirrored.ends),
+        bounds=tuple(time - bound for bound in reversed(mirrored.bounds)),
     )
 
 
@@ -125,7 +125,7 @@ def _packed(bounds: Sequence[int], lengths: Sequence[int], position: int) -> Par
         later,
         tuple(sorted(begins + empty)),
         tuple(sorted(ends + empty)),
-        tuple(min(max(each - start, 0), end - start) for each in bounds),
+        tuple(min(max(bound - start, 0), end - start) for bound in bounds),
     )
 
 

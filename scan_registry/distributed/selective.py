@@ -224,20 +224,20 @@ def _terms(
     return Terms("selective_scan", common, (u.shape[-1], int(wants)), 0, digest, spelled)
 
 
-def _initial(initial: Any, given: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
-    state = reference.state_dtype(given.u.dtype, given.A.dtype)
+def _initial(initial: Any, arguments: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
+    state = reference.state_dtype(arguments.u.dtype, arguments.A.dtype)
     if not isinstance(initial, Tensor):
         raise TypeError(f"initial_state must be a torch.Tensor, not {type(initial).__name__}")
     between = () if bounds is None else (len(bounds) - 1,)
-    shape = (given.u.shape[0], *between, *given.A.shape)
+    shape = (arguments.u.shape[0], *between, *arguments.A.shape)
     if tuple(initial.shape) != shape:
         raise ValueError(
-            f"initial_state has shape {tuple(initial.shape)}; for u of shape {tuple(given.u.shape)} and "
-            f"{given.A.shape[1]} states it must be {shape}"
+            f"initial_state has shape {tuple(initial.shape)}; for u of shape {tuple(arguments.u.shape)} and "
+            f"{arguments.A.shape[1]} states it must be {shape}"
         )
-    if initial.device != given.u.device:
+    if initial.device != arguments.u.device:
         raise ValueError(
-            f"initial_state is on {initial.device}, u on {given.u.device}; they must be on one device"
+            f"initial_state is on {initial.device}, u on {arguments.u.device}; they must be on one device"
         )
     if initial.is_complex() and not state.is_complex:
         raise TypeError(
@@ -265,8 +265,8 @@ class Run(reduce.Run):
         self, tensors: Any, entered: Tensor | None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         arguments = Arguments._make((*tensors[:-1], entered, self.bounds))
-        made = plans.forward(arguments, self.options, bool(wants))
-        return made.out, made.last, (*tensors, entered, made.checkpoints)
+        outputs = plans.forward(arguments, self.options, bool(wants))
+        return outputs.out, outputs.last, (*tensors, entered, outputs.checkpoints)
 
     def zeros(self, saved: Any) -> Tensor:
         return torch.zeros_like(saved[0])

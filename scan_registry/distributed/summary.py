@@ -137,22 +137,22 @@ def summary_into(row: Tensor, gates: Tensor, tokens: Tensor, options: Options) -
         plan_cache.run(_plan_summary, (gates, tokens, row), options)
         return
     dim, reverse, _, backend = options
-    found = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)  # type: ignore[arg-type]
-    for place, made in zip(row.chunk(2), found, strict=True):
-        place.view(made.shape).copy_(made)
+    values = linear_scan_summary(gates, tokens, dim=dim, reverse=reverse, backend=backend)  # type: ignore[arg-type]
+    for place, value in zip(row.chunk(2), values, strict=True):
+        place.view(value.shape).copy_(value)
 
 
 def _plan_summary(
     gates: Tensor, tokens: Tensor, row: Tensor, options: Options
 ) -> Callable[..., None]:
-    room, count = StateLayout.of(tokens, options.dim, None), row.numel() // 2
+    layout, count = StateLayout.of(tokens, options.dim, None), row.numel() // 2
 
     def copied(gates: Tensor, tokens: Tensor, row: Tensor) -> None:
-        found = plans.summary(gates, tokens, options)
-        for place, made in zip(row.view(2, *room.shape), found, strict=True):
-            place.copy_(made)
+        values = plans.summary(gates, tokens, options)
+        for place, value in zip(row.view(2, *layout.shape), values, strict=True):
+            place.copy_(value)
 
-    in_order = room.strides == torch.empty(room.shape, device="meta").stride()
+    in_order = layout.strides == torch.empty(layout.shape, device="meta").stride()
     # Each half is a tensor of its own to a kernel, and starts where new tensors start.
     aligned = row.data_ptr() % 16 == 0 and count * row.element_size() % 16 == 0
     if tokens.numel() == 0 or tokens.is_cpu or options.backend == "reference":

@@ -64,30 +64,31 @@ def _run(name: str, tensors: Sequence[Any], options: Sequence[Any], place: int) 
     """The results of a call whose time is sharded over dimension ``place`` of the mesh, or None as in ``call``."""
     mesh = dtensor.mesh_of(name, tensors)
     layout = _LAYOUTS[name](tensors, options)
-    if layout is None:
+    if layout is None or not _fits(layout, tensors):
         return None
-    pairs = zip(layout.inputs, tensors, strict=True)
-    if any(t is not None and (names is None or len(names) != t.dim()) for names, t in pairs):
-        return None
-    chosen = [*dtensor.choose(layout, mesh.shape, dtensor.held(layout, tensors))]
+    chosen = [*dtensor.choose(layout, mesh.shape, dtensor.inputs_of(layout, tensors))]
     chosen[place] = TIME
     local = [
         None if tensor is None or letters is None else _local(tensor, mesh, letters, chosen)
         for letters, tensor in zip(layout.inputs, tensors, strict=True)
     ]
     results = _over_ranks(name, local, options, mesh.get_group(place))
-    sizes = dtensor.sizes_of(layout, tensors)
-    sharded: list[Any] = []
+    sizes, sharded = dtensor.sizes_of(layout, tensors), []
     for letters, result in zip(layout.outputs, results, strict=False):
-        if letters is None:
-            continue
-        if TIME not in letters:
-            result = _Once.apply(result, mesh.get_local_rank(place) == 0)  # type: ignore[no-untyped-call]  # noqa: PLW2901
-        placements = [dtensor.argument(letters, letter) for letter in chosen]
-        sharded.append(dtensor.wrapped(result, mesh, placements, letters, sizes))
+        if letters is not None:
+            takes = TIME in letters or mesh.get_local_rank(place) == 0
+            placements = [dtensor.argument(letters, letter) for letter in chosen]
+            whole = _Once.apply(result, takes)  # type: ignore[no-untyped-call]
+            sharded.append(dtensor.wrapped(whole, mesh, placements, letters, sizes))
     if name == "causal_conv1d":
         return sharded[0], sharded[1] if len(sharded) > 1 else None
     return sharded[0] if len(sharded) == 1 else tuple(sharded)
+
+
+def _fits(layout: Layout, tensors: Sequence[Any]) -> bool:
+    """Whether each tensor has as many dimensions as letters."""
+    pairs = zip(layout.inputs, tensors, strict=True)
+    return all(t is None or (names is not None and len(names) == t.dim()) for names, t in pairs)
 
 
 def _over_ranks(

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from scan_registry.distributed import layouts
-from scan_registry.distributed.dtensor import Held, choose
+from scan_registry.distributed.dtensor import Input, choose
 from scan_registry.distributed.layouts import LAYOUTS, Layout
 
 for module in (
@@ -31,7 +31,7 @@ def chosen(*placements: tuple[Placement, ...], layout: Layout = LAYOUT) -> tuple
     sizes = [2] * len(placements[0])
     counts = (1000, 10)
     held = [
-        Held(letters or "", each, count)
+        Input(letters or "", each, count)
         for letters, each, count in zip(layout.inputs, placements, counts, strict=True)
     ]
     return choose(layout, sizes, held)
