@@ -104,17 +104,19 @@ def errors(case: Case, device: torch.device) -> list[float]:
 
 #: Of sums over time, and of states, in 16 bits by the GPU's approximation of 2^x.
 SELECTIVE_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
-#: (batch, channels, time), dtype, and which ranks have how many steps.
-SELECTIVE: tuple[tuple[tuple[int, int, int], str, str], ...] = (
-    ((1, 96, 3001), "float32", "uneven"),
-    ((1, 640, 8192), "bfloat16", "even"),
-    ((2, 100, 600), "float32", "empty"),
-    ((2, 8448, 512), "bfloat16", "even"),
+#: (batch, channels, time), dtype, which ranks have how many steps, and whether sequences are packed.
+SELECTIVE: tuple[tuple[tuple[int, int, int], str, str, bool], ...] = (
+    ((1, 96, 3001), "float32", "uneven", False),
+    ((1, 640, 8192), "bfloat16", "even", False),
+    ((2, 100, 600), "float32", "empty", False),
+    ((2, 8448, 512), "bfloat16", "even", False),
+    ((1, 96, 3001), "float32", "uneven", True),
+    ((2, 640, 2000), "bfloat16", "even", True),
 )
 
 
 def selective_errors(
-    shape: tuple[int, int, int], dtype_name: str, how_cut: str, device: torch.device
+    shape: tuple[int, int, int], dtype_name: str, how_cut: str, packed: bool, device: torch.device
 ) -> list[float]:
     """The largest of all ranks, of the output, the final state and the gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -128,10 +130,13 @@ def selective_errors(
     delta = (draw(*shape) - 3).to(dtype)
     B, C = (draw(batch, 1, 16, time).to(dtype) for _ in range(2))
     given = [u, delta, -8 * torch.rand(channels, 16, device=device) - 0.02, B, C, draw(channels)]
-    given += [z, 0.5 * torch.rand(channels, device=device), draw(batch, channels, 16)]
-    last_grad, timed = draw(batch, channels, 16), (0, 1, 3, 4, 6)
+    bounds = [0, time // 5, time // 5, time * 4 // 7, time] if packed else None
+    how = {"cu_seqlens": None if bounds is None else torch.tensor(bounds, device=device)}
+    state = batch, *([4] if packed else []), channels, 16
+    given += [z, 0.5 * torch.rand(channels, device=device), draw(*state)]
+    last_grad, timed = draw(*state), (0, 1, 3, 4, 6)
 
-    def run(scan: Any, given: list[Tensor], ends: list[Tensor], **how: Any) -> list[Tensor]:
+    def run(scan: Any, given: list[Tensor], ends: list[Tensor]) -> list[Tensor]:
         inputs = [each.detach().requires_grad_() for each in given]
         made = scan(*inputs[:8], True, inputs[8], return_final_state=True, **how)
         return [*(x.detach() for x in made), *torch.autograd.grad(made, inputs, ends)]
@@ -178,9 +183,9 @@ def main() -> int:
     wrong = 0
     for case in cases():
         wrong += reported(errors(case, device), LIMIT[case.dtype], "linear", *case)
-    for shape, dtype, how_cut in SELECTIVE:
-        found = selective_errors(shape, dtype, how_cut, device)
-        wrong += reported(found, SELECTIVE_LIMIT[dtype], "selective", *shape, dtype, how_cut)
+    for shape, dtype, *how in SELECTIVE:
+        found = selective_errors(shape, dtype, *how, device)
+        wrong += reported(found, SELECTIVE_LIMIT[dtype], "selective", *shape, dtype, *how)
     dist.destroy_process_group()
     return 1 if wrong else 0
 

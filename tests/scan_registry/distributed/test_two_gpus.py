@@ -35,5 +35,5 @@ def test_results_are_one_gpus(tmp_path: Path) -> None:
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right ") == 16
+    assert done.stdout.count("right ") == 18
     assert "WRONG" not in done.stdout
