@@ -149,19 +149,26 @@ def _compare(layout: str, dtype: torch.dtype, bounds: Any) -> None:
         return ranks[number].run.backward(made[number][2], grads[number], own, (True,) * 9, 1)
 
     found = at_once([rank.backward_opening for rank in ranks], backward)
-    wide = [x.double() for x in whole]
     packed = None if bounds is None else torch.tensor(bounds)
+    _check(whole, timed, (out_grad, None if packed is not None else last_grad), packed, made, found)
+
+
+def _check(
+    whole: list[Tensor], timed: tuple[int, ...], ends: Any, packed: Any, results: Any, grads: Any
+) -> None:
+    """Results and gradients of all ranks are those of the reference in float64."""
+    wide, dtype = [x.double() for x in whole], whole[0].dtype
     with torch.no_grad():
         out, last = reference.forward(*wide[:8], True, wide[8], packed)
-        ends = out_grad.double(), last_grad.double() if bounds is None else None
+        ends = [x if x is None else x.double() for x in ends]
         wanted = reference.backward(tuple(wide), True, packed, *ends, (True,) * 9)
-    assert relative_error(torch.cat([each[0] for each in made], -1), out) <= TOLERANCE[dtype]
-    for each in made:
-        # In 16 bits, of gates by the GPU's approximation of 2^x.
-        if bounds is None:
-            assert relative_error(each[1], last) <= (4e-6 if dtype == torch.float32 else 1e-4)
+    assert relative_error(torch.cat([each[0] for each in results], -1), out) <= TOLERANCE[dtype]
+    if packed is None:
+        for _, final, _ in results:
+            # In 16 bits, of gates by the GPU's approximation of 2^x.
+            assert relative_error(final, last) <= (4e-6 if dtype == torch.float32 else 1e-4)
     for place, expected in enumerate(wanted):
-        each_rank = [grads_of[place] for grads_of in found]
+        each_rank = [grads_of[place] for grads_of in grads]
         mine = torch.cat(each_rank, -1) if place in timed else sum(x.double() for x in each_rank)
         assert mine.dtype == (whole[place].dtype if place in timed else torch.float64)
         assert expected is not None
