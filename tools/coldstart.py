@@ -36,16 +36,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from records import write_records
-from rich.console import Console
-from rich.table import Table
 
 from scan_registry.ops.linear_scan_baselines import BASELINES, OURS, Baseline
+
+#: Of one implementation: its name, its version (None: not installed), why it does not start (``failure``), runs that are
+#: ``cold`` and ``warm``, and microseconds of each round of calls without (``plain_us``) and with gradients (``tracked_us``).
+Result = dict[str, Any]
 
 FIRST_SHAPE = (8, 1536, 2048)
 #: Batch, steps, units.
@@ -167,50 +168,13 @@ class MeasurementError(RuntimeError):
     """A measuring process that failed; the message holds what it said."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """One fresh process's times, in milliseconds."""
-
-    import_ms: float
-    first_ms: float
-    second_ms: float
-    backward_ms: float | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """What one implementation costs.
-
-    version     None where it is not installed
-    failure     why it could not be measured, where it is installed but does not start
-    cold, warm  a ``Start`` per repetition
-    plain_us, tracked_us
-                microseconds per call of every round, without and with gradients
-    """
-
-    name: str
-    version: str | None
-    failure: str | None = None
-    cold: tuple[Start, ...] = ()
-    warm: tuple[Start, ...] = ()
-    plain_us: tuple[float, ...] = ()
-    tracked_us: tuple[float, ...] = ()
-
-
 def empty_caches(folder: Path) -> dict[str, str]:
     """This process's environment with every cache folder that anything here uses under ``folder``."""
     environment = dict(os.environ)
     for name in (
-        "CUDA_CACHE_PATH",
-        "HOME",
-        "SCAN_REGISTRY_BUILD_CACHE",
-        "TORCHINDUCTOR_CACHE_DIR",
-        "TORCH_EXTENSIONS_DIR",
-        "TRITON_CACHE_DIR",
-        "TRITON_HOME",
-        "XDG_CACHE_HOME",
-        "XDG_CONFIG_HOME",
-        "XDG_DATA_HOME",
+        *("CUDA_CACHE_PATH", "HOME", "SCAN_REGISTRY_BUILD_CACHE", "TORCHINDUCTOR_CACHE_DIR"),
+        *("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "TRITON_HOME"),
+        *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"),
     ):
         place = folder / name.lower()
         place.mkdir(exist_ok=True)
@@ -222,11 +186,10 @@ def empty_caches(folder: Path) -> dict[str, str]:
 
 def fresh_process(script: str, arguments: Sequence[object], environment: Mapping[str, str]) -> Any:
     """What ``script`` prints on its last line, as JSON; ``MeasurementError`` if it fails."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
     # A folder of its own, so that neither tools/ nor the sources are on the process's path.
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
-            command,
+            [sys.executable, "-c", script, *map(str, arguments)],
             env=environment,
             cwd=folder,
             capture_output=True,
@@ -235,30 +198,21 @@ def fresh_process(script: str, arguments: Sequence[object], environment: Mapping
             check=False,
         )
     if result.returncode:
-        raise MeasurementError(
-            f"a measurement of {arguments[0]} failed with exit status {result.returncode}\n"
-            f"{result.stdout}{result.stderr}"
-        )
+        raise MeasurementError(f"exit status {result.returncode}\n{result.stdout}{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def starts(
     script: str, arguments: Sequence[object], repeat: int, **variables: str
-) -> dict[str, tuple[Start, ...]]:
-    """Cold and warm starts: ``repeat`` pairs of processes, each pair with caches of its own."""
-    cold: list[Start] = []
-    warm: list[Start] = []
+) -> dict[str, list[dict[str, float]]]:
+    """Cold and warm starts, in ms: ``repeat`` pairs of processes, each pair with caches of its own."""
+    runs: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}
     for _ in range(repeat):
         with tempfile.TemporaryDirectory(prefix="coldstart-") as folder:
             environment = empty_caches(Path(folder)) | variables
-            for processes in (cold, warm):
-                processes.append(Start(**fresh_process(script, arguments, environment)))
-    return {"cold": tuple(cold), "warm": tuple(warm)}
-
-
-def measure_start(baseline: Baseline, device: str, repeat: int) -> Result:
-    arguments = [baseline.module, baseline.function, device, *FIRST_SHAPE]
-    return Result(baseline.name, baseline.version, **starts(START, arguments, repeat))
+            for processes in runs.values():
+                processes.append(fresh_process(script, arguments, environment))
+    return runs
 
 
 def measure_networks(device: str, repeat: int) -> list[Result]:
@@ -266,83 +220,62 @@ def measure_networks(device: str, repeat: int) -> list[Result]:
     for name, module in NETWORKS.items():
         version = importlib.metadata.version(module.partition(".")[0])
         arguments = [module, name.rpartition(".")[2], device, *NETWORK_SHAPE[device]]
-        measured = starts(NETWORK, arguments, repeat, SCAN_REGISTRY_REQUIRE="aot")
-        results.append(Result(name, version, **measured))
+        runs = starts(NETWORK, arguments, repeat, SCAN_REGISTRY_REQUIRE="aot")
+        results.append({"name": name, "version": version, **runs})
     return results
 
 
-def measure_calls(
-    baselines: Sequence[Baseline], device: str, rounds: int = ROUNDS
-) -> dict[tuple[str, str], tuple[float, ...]]:
-    """Microseconds per call of each round, by name and by ``plain`` or ``tracked``."""
+def measure_calls(baselines: Sequence[Baseline], device: str) -> dict[str, dict[str, list[float]]]:
+    """Microseconds per call of each round, by name, without gradients and with them."""
     called = [(baseline.name, baseline.module, baseline.function) for baseline in baselines]
     called.append((SCALE, "torch", "mul"))
-    arguments = [device, rounds, CALLS, list(SMALL_SHAPE), json.dumps(called)]
-    measured = fresh_process(CALLS_SCRIPT, arguments, os.environ)
-    return {(name, kind): tuple(values) for name, kind, values in measured}
+    arguments = [device, ROUNDS, CALLS, list(SMALL_SHAPE), json.dumps(called)]
+    measured: dict[str, dict[str, list[float]]] = {}
+    for name, kind, values in fresh_process(CALLS_SCRIPT, arguments, os.environ):
+        measured.setdefault(name, {})[f"{kind}_us"] = values
+    return measured
 
 
-def measure(device: str, repeat: int) -> list[Result]:
-    """Everything, this project first. What is not installed, or does not start, is there by name."""
-    results = []
+def measure_scans(device: str, repeat: int) -> list[Result]:
+    """This project first. A baseline that is not installed, or does not start here, does not end the run."""
+    results: list[Result] = []
+    started = []
     for baseline in (OURS, *BASELINES):
+        result: Result = {"name": baseline.name, "version": baseline.version}
+        results.append(result)
         if baseline.version is None:
-            results.append(Result(baseline.name, None))
             continue
         print(f"starting {baseline.name}: {repeat} x cold and warm", file=sys.stderr, flush=True)
+        arguments = [baseline.module, baseline.function, device, *FIRST_SHAPE]
         try:
-            results.append(measure_start(baseline, device, repeat))
+            result |= starts(START, arguments, repeat)
+            started.append(baseline)
         except MeasurementError as error:
-            # A baseline that does not build here does not end the run; the exit status tells of it.
-            results.append(Result(baseline.name, baseline.version, failure=str(error)))
-    results.append(Result(SCALE, ""))
-    started = [p for p, r in zip((OURS, *BASELINES), results, strict=False) if r.cold]
+            result["failure"] = str(error)
+    results.append({"name": SCALE, "version": ""})
     print("calling all of them interleaved", file=sys.stderr, flush=True)
     calls = measure_calls(started, device)
-    return [
-        replace(
-            result,
-            plain_us=calls.get((result.name, "plain"), ()),
-            tracked_us=calls.get((result.name, "tracked"), ()),
-        )
-        for result in results
-    ]
+    return [result | calls.get(result["name"], {}) for result in results]
 
 
-def _median(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f}" if values else "-"
-
-
-def _milliseconds(starts: Sequence[Start], column: str) -> str:
-    return _median([getattr(start, column) for start in starts], 2)
-
-
-def table(results: Sequence[Result]) -> Table:
-    """Medians; what is not installed or does not start says so."""
-    view = Table(title="Cold start and cost per call (medians)")
-    view.add_column("", no_wrap=True)
-    columns = {
-        "import, ms": "import_ms",
-        "first call, ms": "first_ms",
-        "second call, ms": "second_ms",
-    }
-    if any(start.backward_ms is not None for result in results for start in result.cold):
-        columns["first backward, ms"] = "backward_ms"
-    for heading in columns:
-        view.add_column(f"{heading}\ncold / warm", justify="right")
-    view.add_column("CPU per call, µs\nplain / with gradients", justify="right")
-    for result in results:
-        cells = [
-            f"{_milliseconds(result.cold, column)} / {_milliseconds(result.warm, column)}"
-            for column in columns.values()
+def summary(result: Result) -> str:
+    """A line: medians of what was measured."""
+    parts = []
+    for column in ("import_ms", "first_ms", "second_ms", "backward_ms"):
+        states = [
+            [run[column] for run in result.get(state, ()) if column in run]
+            for state in ("cold", "warm")
         ]
-        if not result.cold:
-            why = "does not start" if result.failure else "not installed"
-            cells = ["" if result.name == SCALE else why, *[""] * (len(columns) - 1)]
-        cost = f"{_median(result.plain_us, 2)} / {_median(result.tracked_us, 2)}"
-        cells.append(cost if result.plain_us else "")
-        view.add_row(f"{result.name} {result.version or ''}".strip(), *cells)
-    return view
+        if all(states):
+            times = " / ".join(f"{statistics.median(runs):,.2f}" for runs in states)
+            parts.append(f"{column.removesuffix('_ms')} {times} ms cold / warm")
+    if "plain_us" in result:
+        times = " / ".join(
+            f"{statistics.median(result[key]):.2f}" for key in ("plain_us", "tracked_us")
+        )
+        parts.append(f"CPU per call {times} µs plain / with gradients")
+    why = "does not start" if "failure" in result else "not installed"
+    return f"{result['name']} {result['version'] or ''}: {', '.join(parts) or why}"
 
 
 def circumstances() -> dict[str, Any]:
@@ -376,20 +309,16 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: coldstart measures on a GPU, and torch finds none here", file=sys.stderr)
         return 2
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
     facts = circumstances()
-    results = (measure_networks if options.networks else measure)("cuda", options.repeat)
-    console.print(table(results))
-    console.print(", ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
+    results = (measure_networks if options.networks else measure_scans)("cuda", options.repeat)
+    print("\n".join(map(summary, results)))
+    print(", ".join(f"{name} {value}" for name, value in facts.items()))
     if options.json:
-        record = {**facts, "shape": NETWORK_SHAPE["cuda"] if options.networks else FIRST_SHAPE}
-        record["results"] = [asdict(result) for result in results]
-        write_records(options.json, record)
-    failed = [result for result in results if result.failure]
+        shape = NETWORK_SHAPE["cuda"] if options.networks else FIRST_SHAPE
+        write_records(options.json, {**facts, "shape": shape, "results": results})
+    failed = [result for result in results if "failure" in result]
     for result in failed:
-        print(f"error: {result.name}: {result.failure}", file=sys.stderr)
+        print(f"error: {result['name']}: {result['failure']}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -69,12 +69,6 @@ class Canvas:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points
         ]
 
-    def box(self, at: Point, size: Point, color: str) -> None:
-        self.elements.append(
-            f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{size[0]:.1f}" height="{size[1]:.1f}" '
-            f'fill="{color}"/>'
-        )
-
     def svg(self) -> str:
         """The whole document."""
         head = (
@@ -158,38 +152,6 @@ def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name:
         canvas.text((left + 64, 112 + 18 * number), label, color=color, bold=color != palette.ink)
 
 
-# --- Share of the roofline --------------------------------------------------------------------
-
-
-def roofline_share(palette: Palette) -> Canvas:
-    """How near the bandwidth roofline the kernels come: a bar for each group of cases."""
-    title = "Share of the bandwidth roofline, by group of shapes"
-    bottom = 72 + 26 * len(results.GROUPS)
-    canvas = Canvas(760, bottom + 48, palette, title)
-    left, right = 345.0, 630.0
-    canvas.text((20, 28), title, size=15, bold=True)
-    said = "mean, and least to most; both passes"
-    canvas.text((20, 48), f"{said}; {results.of_run('h100-targets')}", color=palette.faint, size=12)
-    for share in (0.25, 0.5, 0.75, 1.0):
-        x = left + share * (right - left)
-        color = palette.grid if share < 1 else palette.ink
-        canvas.line([(x, 66), (x, bottom)], color, dashed=share == 1)
-        canvas.text((x, bottom + 18), f"{share:.0%}", anchor="middle", size=12, color=palette.faint)
-    for number, group in enumerate(results.GROUPS):
-        top = 70.0 + 26 * number
-        canvas.text((left - 10, top + 14), group.name, anchor="end")
-        length = results.mean_share(group, "h100") * (right - left)
-        canvas.box((left, top), (max(length, 1), 19), palette.ours)
-        note = _range(results.shares(group, "h100"))
-        canvas.text((right + 14, top + 14), note, color=palette.faint)
-    return canvas
-
-
-def _range(values: Sequence[float]) -> str:
-    least, most = f"{min(values):.2f}", f"{max(values):.2f}"
-    return least if least == most else f"{least} to {most}"
-
-
 # --- A model of characters --------------------------------------------------------------------
 
 
@@ -233,7 +195,6 @@ def character_model(palette: Palette) -> Canvas:
 
 PICTURES: Mapping[str, Callable[[Palette], Canvas]] = {
     "time-against-length": time_against_length,
-    "roofline-share": roofline_share,
     "character-model": character_model,
 }
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -94,11 +93,6 @@ def shares(group: Group, gpu: str, direction: str | None = None) -> list[float]:
         for each in document(f"{gpu}-targets")["timings"]
         if group.matches(each["case"]) and direction in (None, each["direction"])
     ]
-
-
-def mean_share(group: Group, gpu: str) -> float:
-    """The geometric mean of ``shares``."""
-    return geometric_mean(shares(group, gpu))
 
 
 def timings(name: str, **case: Any) -> list[dict[str, Any]]:

@@ -7,9 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-from scan_registry.ops.linear_scan_baselines import OURS
 
 
 @pytest.fixture
@@ -20,30 +17,30 @@ def tool(load_tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     return module
 
 
-def printed(tool: Any, results: list[Any]) -> str:
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(tool.table(results))
-    return capture.get()
-
-
 @pytest.mark.slow
 def test_scans(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tool.measure_start(OURS, "cpu", 1)
-    assert result.cold[0].first_ms > 0
-    assert len(result.cold) == len(result.warm) == 1
-    calls = tool.measure_calls([OURS], "cpu", 2)
-    assert {name for name, _ in calls} == {OURS.name, tool.SCALE}
-    assert all(len(values) == 2 for values in calls.values())
-    assert "first backward" not in printed(tool, [result])
+    monkeypatch.setattr(tool, "ROUNDS", 2)
+    monkeypatch.setattr(tool, "BASELINES", ())
+    ours, scale = tool.measure_scans("cpu", 1)
+    assert ours["cold"][0]["first_ms"] > 0
+    assert len(ours["cold"]) == len(ours["warm"]) == 1
+    assert len(ours["plain_us"]) == len(scale["tracked_us"])
+    assert "import" in tool.summary(ours)
+    assert "µs plain / with gradients" in tool.summary(scale)
 
 
 @pytest.mark.slow
 def test_networks(tool: Any) -> None:
     results = tool.measure_networks("cpu", 1)
-    assert [result.name for result in results] == [*tool.NETWORKS]
-    assert all(result.cold[0].backward_ms > 0 for result in results)
-    assert "first backward" in printed(tool, results)
+    assert [result["name"] for result in results] == [*tool.NETWORKS]
+    assert all(result["cold"][0]["backward_ms"] > 0 for result in results)
+    assert "backward" in tool.summary(results[0])
+
+
+def test_what_was_not_measured_says_why(tool: Any) -> None:
+    assert tool.summary({"name": "x", "version": None}) == "x : not installed"
+    broken = {"name": "x", "version": "1", "failure": "exit status 1"}
+    assert tool.summary(broken) == "x 1: does not start"
 
 
 def test_a_process_that_fails_says_why(tool: Any) -> None:

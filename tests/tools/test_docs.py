@@ -58,8 +58,8 @@ def test_pictures_are_whole_and_have_both_palettes(docs: ModuleType) -> None:
             assert 0 <= x <= width, (name, element.text)
             assert 0 <= y <= height, (name, element.text)
     palettes = docs.docs_pictures.PALETTES
-    assert palettes["light"].paper in files["roofline-share-light.svg"]
-    assert palettes["dark"].paper in files["roofline-share-dark.svg"]
+    assert palettes["light"].paper in files["character-model-light.svg"]
+    assert palettes["dark"].paper in files["character-model-dark.svg"]
 
 
 def test_groups_hold_every_case_once(docs: ModuleType) -> None:
