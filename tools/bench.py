@@ -1,36 +1,27 @@
-"""Time linear_scan on this GPU, beside installed baselines and the time it takes to move the bytes.
+"""``scan-registry bench`` on the cases of the documentation's table, beside torch's associative_scan if asked for.
 
-    python tools/bench.py                     the table of the documentation
-    python tools/bench.py --json FILE         the same, with every number
+    python tools/bench.py [--json]             the table's cases
     python tools/bench.py --case time_last:8,1536,4096:bfloat16
-    python tools/bench.py --associative       beside torch's associative_scan, too, compiled; forward only
+    python tools/bench.py --associative        torch's associative_scan, too, compiled; forward only
 
-The measuring is that of ``scan-registry bench``, in ``scan_registry/bench``: each timing is a CUDA
-graph of launches over several sets of inputs, more of them than the L2 cache holds. All graphs of a
-case are replayed interleaved, and the median replay counts. Baselines are timed at their kernels, without
-their wrappers' checks and zero fills. The roofline is the time of the fastest stream kernel, which reads
-and writes as many tensors of the same size, in the same rounds.
+All other arguments are those of ``scan-registry bench``. torch's associative_scan is no baseline of that command, as compiling it
+for each length takes longer than all else.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from records import write_records
-from rich.console import Console
-from rich.progress import track
 
-from scan_registry.bench.measure import Bench
-from scan_registry.cli.bench import show_table
+from scan_registry import cli
+from scan_registry.ops import linear_scan_bench
 from scan_registry.ops.linear_scan_baselines import Baseline
-from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
+from scan_registry.ops.linear_scan_bench import ScanBenchmark
 
 
 class ForwardOnly(Baseline):
@@ -78,41 +69,28 @@ ASSOCIATIVE = ForwardOnly(
 )
 
 
-def default_cases() -> list[Case]:
-    """Those of the table in the documentation."""
-    shapes = [("time_last", 8, 1536, t) for t in (128, 512, 2048, 8192, 32768)]
-    shapes += [("channel_last", 8, 1024, t) for t in (1024, 8192, 32768)]
-    return [Case(*shape, dtype) for shape in shapes for dtype in ("float32", "bfloat16")]
+#: Those of the table in the documentation.
+SHAPES = (
+    *(f"time_last:8,1536,{time}" for time in (128, 512, 2048, 8192, 32768)),
+    *(f"channel_last:8,1024,{time}" for time in (1024, 8192, 32768)),
+)
+CASES = tuple(f"{shape}:{dtype}" for shape in SHAPES for dtype in ("float32", "bfloat16"))
 
 
-def one_case(text: str) -> Case:
-    """The case that ``--case`` names."""
-    try:
-        return Case.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+class Benchmark(ScanBenchmark):
+    """With one more baseline."""
+
+    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+        return (*super().baselines(device), ASSOCIATIVE)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--case", action="append", type=one_case, help="layout:B,C,T:dtype")
-    parser.add_argument("--json", type=Path, help="write every number to this file")
-    parser.add_argument(
-        "--associative", action="store_true", help="time torch's associative_scan, too; it compiles"
-    )
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("tools/bench.py needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
-        return 2
-    bench = Bench.on(BENCHMARK, torch.device("cuda:0"))
-    if args.associative:
-        bench.baselines = (*bench.baselines, ASSOCIATIVE)
-    for case in track(args.case or default_cases(), "timing", console=Console(stderr=True)):
-        bench.run(case)
-    show_table(bench)
-    if args.json:
-        write_records(args.json, bench.document())
-    return 0
+    words = sys.argv[1:]
+    if "--associative" in words:
+        words.remove("--associative")
+        linear_scan_bench.BENCHMARK = Benchmark()
+    chosen = () if "--case" in words else [word for case in CASES for word in ("--case", case)]
+    return cli.main(["bench", *words, *chosen])
 
 
 if __name__ == "__main__":

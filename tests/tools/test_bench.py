@@ -1,9 +1,11 @@
-"""tools/bench.py: what torch's associative_scan is timed on."""
+"""``tools/bench.py``: its cases, and what torch's associative_scan is timed on."""
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from scan_registry import linear_scan
+from scan_registry.ops import linear_scan_bench
 from scan_registry.ops.linear_scan_baselines import installed
 from scan_registry.ops.linear_scan_bench import Case
 
@@ -46,3 +49,28 @@ def test_only_its_forward_pass_is_timed_with_contiguous_time(
     assert len(made) == 2
     assert associative.refuses(Case("channel_last", 2, 3, 20, "float32"))
     assert associative not in installed()
+
+
+def test_its_cases_are_those_of_the_recorded_results(baselines: Any) -> None:
+    path = Path(__file__).parents[2] / "tools" / "results" / "h200-bench.json"
+    recorded = json.loads(path.read_text(encoding="utf-8"))["timings"]
+    assert list(dict.fromkeys(str(Case(**timing["case"])) for timing in recorded)) == [
+        *baselines.CASES
+    ]
+
+
+@pytest.mark.parametrize("more", [[], ["--associative"]])
+def test_it_times_as_the_command_does(
+    baselines: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+) -> None:
+    monkeypatch.setattr(linear_scan_bench, "BENCHMARK", linear_scan_bench.BENCHMARK)
+    words = ["--device", "cpu", "--json", "--case", "channel_last:1,8,16:float32"]
+    monkeypatch.setattr("sys.argv", ["bench", *more, *words])
+    assert baselines.main() == 0
+    timings = json.loads(capsys.readouterr().out)["timings"]
+    assert {timing["who"] for timing in timings} == {"scan-registry cpu", "torch.mul"}
+    associative = baselines.ASSOCIATIVE in linear_scan_bench.BENCHMARK.baselines(CPU)
+    assert associative is bool(more)

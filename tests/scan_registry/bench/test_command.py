@@ -14,15 +14,12 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from benching import CPU, ROOT, SMALL, TINY, Capture, bench, document, refusal, schema
-from by_path import load_tool
+from benching import ROOT, SMALL, TINY, Capture, bench, document, refusal, schema
 
 from scan_registry.bench import plot
-from scan_registry.bench.measure import Bench
 from scan_registry.cli import main
 from scan_registry.ops import linear_scan_bench
 from scan_registry.ops.benchmark import Timing
-from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.operator import DTYPES, PASSES
 
 # --- The command ------------------------------------------------------------------------------
@@ -266,54 +263,6 @@ def test_a_picture_that_cannot_be_written(
     captured = capsys.readouterr()
     assert "torch.mul" in captured.out  # the numbers are there all the same
     assert f"--plot: {tmp_path / 'x.svg'} cannot be written: disk full" in captured.err
-
-
-# --- The tool ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tool() -> types.ModuleType:
-    return load_tool("bench")
-
-
-def test_the_tools_cases_are_those_of_the_recorded_results(tool: types.ModuleType) -> None:
-    recorded = json.loads(
-        (ROOT / "tools" / "results" / "h200-bench.json").read_text(encoding="utf-8")
-    )
-    cases = [Case(**entry["case"]) for entry in recorded["timings"]]
-    assert list(dict.fromkeys(cases)) == tool.default_cases()
-
-
-def test_the_tool_writes_the_document(
-    tool: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
-) -> None:
-    path = tmp_path / "out.json"
-    on = Bench.on
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tool.Bench, "on", lambda benchmark, device: on(benchmark, CPU))
-    monkeypatch.setattr(
-        sys, "argv", ["bench", "--case", "time_last:1,8,16:float32", "--json", str(path)]
-    )
-    assert tool.main() == 0
-    found = json.loads(path.read_text(encoding="utf-8"))
-    jsonschema.Draft202012Validator(schema()).validate(found)
-    assert {Case(**entry["case"]) for entry in found["timings"]} == {
-        Case("time_last", 1, 8, 16, "float32")
-    }
-    assert "time_last" in capsys.readouterr().out
-
-
-def test_the_tool_needs_a_gpu(
-    tool: types.ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench"])
-    assert tool.main() == 2
-    assert "needs an NVIDIA GPU" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["bench", "--case", "rows"])
-    with pytest.raises(SystemExit):
-        tool.main()
-    assert "the case is 'rows'; expected layout:batch,channels,time" in capsys.readouterr().err
 
 
 # --- On a GPU ---------------------------------------------------------------------------------
