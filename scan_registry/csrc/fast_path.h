@@ -1,17 +1,15 @@
-/* The fast path of scans of plain tensors: from the tensors to the launch, at the least cost.
+/* The fast path of calls on plain tensors: from tensors and options to the launch, at the least cost.
  *
  * A call's plan is made once, and found again by the options and by each tensor's dtype, device, shape, strides and
- * alignment. autograd is told of the results after they are computed. All this is in C, since asking torch in Python for
- * these facts one by one, and for memory and its address, costs more than the launch.
+ * alignment. All this is in C, since asking torch in Python for these facts one by one, and for memory and its address,
+ * costs more than the launch.
  */
 #pragma once
 #include "launch.h"
 #include "plans.h"
 #include "torch.h"
 
-enum { ALIGNMENT = 15, MOST_TENSORS = 12, MOST_RESULTS = 2 };
-enum { GATES, TOKENS, INITIAL, OFFSETS, DIM, REVERSE, FINAL, BACKEND, ARGUMENTS }; /* of a call */
-enum { TENSORS = DIM }; /* tensors are the first arguments; all but gates and tokens may be None */
+enum { ALIGNMENT = 15, MOST_TENSORS = 16, MOST_RESULTS = 4 };
 
 static void release(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -24,76 +22,72 @@ static PyObject *allocate_object(PyTypeObject *type) {
     return ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
 }
 
+static void keep_parts(PyObject **parts, PyObject *const *from, int count) {
+    for (int i = 0; i < count; i++) parts[i] = Py_NewRef(from[i]);
+}
+
+static void forget_parts(PyObject **parts, int count) {
+    for (int i = 0; i < count; i++) Py_XDECREF(parts[i]);
+}
+
 /* --- FastLaunch: what a call does on a GPU ----------------------------------------------------- */
+
+enum { EMPTY, RESULTS, WORKSPACE, REFUSE, ELSEWHERE, RECORD, LAUNCH_PARTS }; /* described in _launcher.pyi */
 
 typedef struct {
     PyObject_HEAD
     Launch *launch;
-    int inputs;           /* tensors that it is given */
+    int inputs, results;
     int places[MOST_TENSORS + MOST_RESULTS]; /* of the inputs, then the results, among the launch's pointers */
-    PyObject *empty;      /* makes a tensor on the current device */
-    PyObject *states;     /* arguments of empty for the states */
-    PyObject *last;       /* those for the final state; None if the call returns states alone */
-    PyObject *workspace;  /* those for the workspace; None if there is none */
-    PyObject *refuse;     /* raises the error of a status */
-    PyObject *elsewhere;  /* computes the same from any context */
+    PyObject *parts[LAUNCH_PARTS];
 } FastLaunch;
 
 static PyTypeObject *fast_launch_type;
 
 static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"launch", "places",    "empty", "states", "workspace",
-                            "refuse", "elsewhere", "last",  NULL};
-    PyObject *launch, *given, *empty, *states, *workspace, *refuse, *elsewhere, *last = Py_None;
+    static char *names[] = {"launch", "places", "empty", "results", "workspace", "refuse", "elsewhere", "record", NULL};
+    PyObject *launch, *of_tensors, *parts[LAUNCH_PARTS] = {[RECORD] = Py_None};
     long places[MOST_TENSORS + MOST_RESULTS];
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO|O:FastLaunch", names, launch_type, &launch,
-                                     &PyTuple_Type, &given, &empty, &PyTuple_Type, &states, &workspace,
-                                     &refuse, &elsewhere, &last))
+                                     &PyTuple_Type, &of_tensors, &parts[EMPTY], &PyTuple_Type, &parts[RESULTS],
+                                     &parts[WORKSPACE], &parts[REFUSE], &parts[ELSEWHERE], &parts[RECORD]))
         return NULL;
-    if (last != Py_None && !PyTuple_Check(last))
-        return PyErr_Format(PyExc_TypeError, "last is %R; it must be a tuple or None", last);
     const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
-    const Py_ssize_t count = PyTuple_Size(given), results = last == Py_None ? 1 : 2;
-    if (count < results || count > MOST_TENSORS + results)
-        return PyErr_Format(PyExc_ValueError, "%zd places of tensors; there are at most %zd", count,
-                            MOST_TENSORS + results);
+    const Py_ssize_t count = PyTuple_Size(of_tensors), results = PyTuple_Size(parts[RESULTS]);
+    if (results < 1 || results > MOST_RESULTS || count < results || count > MOST_TENSORS + results)
+        return PyErr_Format(PyExc_ValueError, "%zd places of tensors, %zd of them results; there are at most %d and %d",
+                            count, results, MOST_TENSORS + MOST_RESULTS, MOST_RESULTS);
     for (Py_ssize_t i = 0; i < count; i++) {
-        places[i] = PyLong_AsLong(PyTuple_GetItem(given, i));
+        places[i] = PyLong_AsLong(PyTuple_GetItem(of_tensors, i));
         if (places[i] == -1 && PyErr_Occurred()) return NULL;
         if (places[i] < 0 || places[i] >= pointers)
             return PyErr_Format(PyExc_ValueError, "place %ld of %d pointers", places[i], pointers);
     }
-    if (PyTuple_Check(workspace) != (zeroed >= 0))
+    for (Py_ssize_t i = 0; i < results; i++)
+        if (!PyTuple_Check(PyTuple_GetItem(parts[RESULTS], i)))
+            return PyErr_Format(PyExc_TypeError, "result %zd of %R is no tuple", i, parts[RESULTS]);
+    if (PyTuple_Check(parts[WORKSPACE]) != (zeroed >= 0))
         return PyErr_Format(PyExc_ValueError, "the launch and its workspace do not go together");
     if (!get_current) return PyErr_Format(PyExc_RuntimeError, "bind has not been called");
     FastLaunch *self = (FastLaunch *)allocate_object(type);
     if (!self) return NULL;
     for (Py_ssize_t i = 0; i < count; i++) self->places[i] = (int)places[i];
     self->inputs = (int)(count - results);
+    self->results = (int)results;
     self->launch = (Launch *)Py_NewRef(launch);
-    self->empty = Py_NewRef(empty);
-    self->states = Py_NewRef(states);
-    self->last = Py_NewRef(last);
-    self->workspace = Py_NewRef(workspace);
-    self->refuse = Py_NewRef(refuse);
-    self->elsewhere = Py_NewRef(elsewhere);
+    keep_parts(self->parts, parts, LAUNCH_PARTS);
     return (PyObject *)self;
 }
 
 static void fast_launch_dealloc(PyObject *object) {
     FastLaunch *self = (FastLaunch *)object;
     Py_XDECREF(self->launch);
-    Py_XDECREF(self->empty);
-    Py_XDECREF(self->states);
-    Py_XDECREF(self->last);
-    Py_XDECREF(self->workspace);
-    Py_XDECREF(self->refuse);
-    Py_XDECREF(self->elsewhere);
+    forget_parts(self->parts, LAUNCH_PARTS);
     release(object);
 }
 
 /* A new tensor, and its address. */
-static PyObject *made(const Exchange *exchange, PyObject *empty, PyObject *arguments, uint64_t *at) {
+static PyObject *new_tensor(const Exchange *exchange, PyObject *empty, PyObject *arguments, uint64_t *at) {
     Tensor tensor;
     PyObject *object = PyObject_Call(empty, arguments, NULL);
     if (object && exchange->read(object, &tensor)) Py_CLEAR(object);
@@ -107,52 +101,59 @@ static int started(const FastLaunch *self, uint64_t *values, void *stream) {
     status = start_here(self->launch, values, stream);
     Py_END_ALLOW_THREADS
     if (!status) return 1;
-    PyObject *nothing = PyObject_CallFunction(self->refuse, "i", status);
+    PyObject *nothing = PyObject_CallFunction(self->parts[REFUSE], "i", status);
     Py_XDECREF(nothing);
     if (nothing) PyErr_Format(PyExc_RuntimeError, "the launch failed with status %d", status);
     return 0;
 }
 
-/* What a callable makes of ``count`` arguments. */
-static PyObject *called(PyObject *callable, PyObject *const *args, Py_ssize_t count) {
-    PyObject *all = PyTuple_New(count);
-    if (!all) return NULL;
-    for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(all, i, Py_NewRef(args[i]));
-    PyObject *made = PyObject_CallObject(callable, all);
-    Py_DECREF(all);
-    return made;
-}
-
-/* ``args`` are its inputs, and ``addresses`` theirs, null where one is None. ``there`` is a tensor on their device. */
-static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchange, PyObject *const *args,
-                                 const uint64_t *addresses, const Tensor *there) {
+/* One result, or a tuple of them. ``addresses`` are those of the inputs, null where one is None. */
+static PyObject *launched(const FastLaunch *self, const Exchange *exchange, const uint64_t *addresses, void *stream) {
     const Launch *launch = self->launch;
-    void *current = NULL, *stream = NULL;
-    if (get_current(&current) || current != launch->context)
-        return called(self->elsewhere, args, self->inputs);
-    if (exchange->current_stream(there->device_type, there->device, &stream)) return NULL;
+    const int *const places = self->places + self->inputs; /* of the results */
     uint64_t values[MAX_VALUES];
     memcpy(values, launch->values, sizeof *values * (size_t)launch->count);
     for (int i = 0; i < self->inputs; i++) values[self->places[i]] = addresses[i];
-    const int *const places = self->places + self->inputs; /* of the results */
-    PyObject *workspace = NULL, *states, *last = NULL, *both = NULL;
-    states = made(exchange, self->empty, self->states, &values[places[0]]);
-    int ready = states != NULL;
-    if (ready && self->last != Py_None) {
-        last = made(exchange, self->empty, self->last, &values[places[1]]);
-        ready = last && (both = PyTuple_Pack(2, states, last));
+    PyObject *workspace = NULL, *result = NULL, *all = self->results > 1 ? PyTuple_New(self->results) : NULL;
+    int ready = self->results == 1 || all;
+    for (int i = 0; ready && i < self->results; i++) {
+        PyObject *arguments = PyTuple_GetItem(self->parts[RESULTS], i);
+        result = new_tensor(exchange, self->parts[EMPTY], arguments, &values[places[i]]);
+        ready = result && (!all || !PyTuple_SetItem(all, i, result));
     }
+    if (all) result = all;
     if (ready && launch->workspace >= 0) {
-        workspace = made(exchange, self->empty, self->workspace, &values[launch->workspace]);
+        workspace = new_tensor(exchange, self->parts[EMPTY], self->parts[WORKSPACE], &values[launch->workspace]);
         ready = workspace != NULL;
     }
     ready = ready && started(self, values, stream);
     Py_XDECREF(workspace); /* whoever gets this memory next uses it after the kernel */
-    PyObject *result = ready ? Py_NewRef(both ? both : states) : NULL;
-    Py_XDECREF(both);
-    Py_XDECREF(last);
-    Py_XDECREF(states);
+    if (!ready) Py_CLEAR(result);
     return result;
+}
+
+/* The results, of which autograd is told if it is to be. ``there`` is a tensor on the device of all. */
+static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchange, PyObject *tensors,
+                                 const uint64_t *addresses, const Tensor *there) {
+    void *current = NULL, *stream = NULL;
+    PyObject *results;
+    if (PyTuple_Size(tensors) != self->inputs)
+        return PyErr_Format(PyExc_TypeError, "a launch of %d tensors", self->inputs);
+    if (get_current(&current) || current != self->launch->context)
+        results = PyObject_CallObject(self->parts[ELSEWHERE], tensors);
+    else if (exchange->current_stream(there->device_type, there->device, &stream)) return NULL;
+    else results = launched(self, exchange, addresses, stream);
+    if (!results || self->parts[RECORD] == Py_None) return results;
+    PyObject *all = PyTuple_New(self->inputs + 1);
+    if (!all) {
+        Py_DECREF(results);
+        return NULL;
+    }
+    PyTuple_SetItem(all, 0, results);
+    for (int i = 0; i < self->inputs; i++) PyTuple_SetItem(all, i + 1, Py_NewRef(PyTuple_GetItem(tensors, i)));
+    results = PyObject_CallObject(self->parts[RECORD], all);
+    Py_DECREF(all);
+    return results;
 }
 
 static PyType_Slot fast_launch_slots[] = {
@@ -166,10 +167,12 @@ static PyType_Spec fast_launch_spec = {"scan_registry.hardware._launcher.FastLau
 
 /* --- FastPath: whether a call takes it, and what the call does ---------------------------- */
 
+enum { TYPES, OBSERVERS, CHOICE, PLAN, TRACKING, PATH_PARTS }; /* described in _launcher.pyi */
+
 typedef struct {
     PyObject_HEAD
     Torch torch; /* without an exchange no call takes this path */
-    PyObject *types, *observers, *backends, *choice, *plan, *tracking, *record;
+    PyObject *parts[PATH_PARTS];
     Plans plans;
 } FastPath;
 
@@ -186,38 +189,25 @@ static int are_tensors(PyObject *types, PyObject *tensor) {
 }
 
 static PyObject *fast_path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"types", "tensor", "exchange", "observers", "backends", "choice",
-                            "plan",  "tracking", "record", NULL};
-    PyObject *types, *tensor, *exchange, *observers, *backends, *choice, *plan, *tracking, *record;
+    static char *names[] = {"types", "tensor", "exchange", "observers", "choice", "plan", "tracking", NULL};
+    PyObject *tensor, *exchange, *parts[PATH_PARTS];
     Torch torch = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!O!OOOO:FastPath", names, &PyTuple_Type, &types,
-                                     &PyType_Type, &tensor, &exchange, &PyTuple_Type, &observers,
-                                     &PyTuple_Type, &backends, &choice, &plan, &tracking, &record))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO:FastPath", names, &PyTuple_Type, &parts[TYPES],
+                                     &PyType_Type, &tensor, &exchange, &PyTuple_Type, &parts[OBSERVERS],
+                                     &parts[CHOICE], &parts[PLAN], &parts[TRACKING]))
         return NULL;
-    if (are_tensors(types, tensor) || take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
+    if (are_tensors(parts[TYPES], tensor) || take_torch(&torch, (PyTypeObject *)tensor, exchange)) return NULL;
     FastPath *self = (FastPath *)allocate_object(type);
     if (!self) return NULL;
     self->torch = torch;
-    self->types = Py_NewRef(types);
-    self->observers = Py_NewRef(observers);
-    self->backends = Py_NewRef(backends);
-    self->choice = Py_NewRef(choice);
-    self->plan = Py_NewRef(plan);
-    self->tracking = Py_NewRef(tracking);
-    self->record = Py_NewRef(record);
+    keep_parts(self->parts, parts, PATH_PARTS);
     return (PyObject *)self;
 }
 
 static void fast_path_dealloc(PyObject *object) {
     FastPath *self = (FastPath *)object;
     forget_plans(&self->plans);
-    Py_XDECREF(self->types);
-    Py_XDECREF(self->observers);
-    Py_XDECREF(self->backends);
-    Py_XDECREF(self->choice);
-    Py_XDECREF(self->plan);
-    Py_XDECREF(self->tracking);
-    Py_XDECREF(self->record);
+    forget_parts(self->parts, PATH_PARTS);
     release(object);
 }
 
@@ -245,151 +235,141 @@ static int cannot_be_read(void) {
     return 1;
 }
 
-/* Read a tensor, and append to the key what a plan depends on; or append that there is no tensor. */
-static int append_tensor(Key *key, const Torch *torch, PyObject *types, PyObject *object, int rank, Tensor *tensor) {
-    int64_t *const words = key->words + key->count++;
-    words[0] = 0;
-    if (object == Py_None) return 1;
-    int status = has_type(types, object);
-    if (status == 1) status = read_any(torch, object, tensor);
-    if (status < 1 || tensor->dimensions > rank) return status < 0 ? status : 0;
-    const size_t n = (size_t)tensor->dimensions;
-    words[0] = (int64_t)(tensor->code + 1) << 16 | tensor->bits << 8 | tensor->dimensions;
-    memcpy(words + 1, tensor->shape, n * sizeof *words);
-    memcpy(words + 1 + n, tensor->strides, n * sizeof *words);
-    key->count += 2 * n;
-    return 1;
-}
-
 typedef struct {
-    Tensor tensors[TENSORS];
-    uint64_t addresses[TENSORS]; /* 0 where there is no tensor */
+    Tensor first;                    /* of those that are not None */
+    uint64_t addresses[MOST_TENSORS]; /* 0 where there is no tensor */
+    int count, tracked;              /* tensors, but for None; whether one requires gradients */
     Key key;
 } Call;
 
-enum { HEAD = 5, MOST_OF_TENSOR = 1 + 2 * MOST_DIMENSIONS };
-_Static_assert(HEAD + TENSORS * MOST_OF_TENSOR <= MOST_WORDS, "a key has room for all dimensions");
+enum { ALIGNMENTS, DEVICE, REQUIRED, RECORDED, HEAD }; /* the first words of a key */
 
-static int read_tensors(const FastPath *self, PyObject *const *args, Call *call) {
-    const Torch *torch = &self->torch;
-    if (!torch->exchange || !has_type(self->types, args[GATES]) || !has_type(self->types, args[TOKENS])) return 0;
-    int status = dispatch_is_trivial(self->observers);
-    call->key.count = HEAD;
-    for (int i = 0; status == 1 && i < TENSORS; i++) {
-        Tensor *const tensor = &call->tensors[i];
-        call->addresses[i] = 0;
-        status = append_tensor(&call->key, torch, self->types, args[i], MOST_DIMENSIONS, tensor);
-        if (status < 1 || args[i] == Py_None) continue;
-        if ((tensor->code == INTEGER) != (i == OFFSETS) || tensor->code == BOOL || tensor->device_type != call->tensors[0].device_type ||
-            tensor->device != call->tensors[0].device)
-            return 0;
-        call->addresses[i] = address(tensor);
+/* Append to the key what a plan depends on; or that there is no tensor. */
+static int append_tensor(Call *call, const FastPath *self, PyObject *object, int place) {
+    Key *const key = &call->key;
+    int64_t *const words = key->words + key->count;
+    Tensor tensor;
+    call->addresses[place] = 0;
+    if (key->count + 1 + 2 * MOST_DIMENSIONS > MOST_WORDS) return 0;
+    words[0] = 0;
+    key->count++;
+    if (object == Py_None) return 1;
+    int status = has_type(self->parts[TYPES], object);
+    if (status == 1) status = read_any(&self->torch, object, &tensor);
+    if (status < 1) return status;
+    const size_t n = (size_t)tensor.dimensions;
+    words[0] = (int64_t)(tensor.code + 1) << 16 | tensor.bits << 8 | tensor.dimensions;
+    memcpy(words + 1, tensor.shape, n * sizeof *words);
+    memcpy(words + 1 + n, tensor.strides, n * sizeof *words);
+    key->count += 2 * n;
+    if (!call->count++) call->first = tensor;
+    if (tensor.device_type != call->first.device_type || tensor.device != call->first.device) return 0;
+    if (!call->tracked && (call->tracked = requires_grad(&self->torch, object)) < 0) return -1;
+    call->addresses[place] = address(&tensor);
+    key->words[ALIGNMENTS] |= (int64_t)((call->addresses[place] & ALIGNMENT) << 4 * (place % 16));
+    return 1;
+}
+
+/* Append an option: None, a bool, an integer, a float or a string, each of exactly this type. */
+static int append_option(Key *key, PyObject *option) {
+    enum { NONE = 1, FALSE, TRUE, NUMBER, REAL, TEXT };
+    int64_t *const words = key->words + key->count;
+    int overflow = 0;
+    if (key->count + 2 > MOST_WORDS) return 0;
+    key->count++;
+    if (option == Py_None || option == Py_True || option == Py_False) {
+        words[0] = option == Py_None ? NONE : option == Py_True ? TRUE : FALSE;
+        return 1;
     }
-    return status;
+    if (PyUnicode_CheckExact(option)) {
+        Py_ssize_t size;
+        const char *text = PyUnicode_AsUTF8AndSize(option, &size);
+        if (!text) PyErr_Clear();
+        const size_t count = text ? ((size_t)size + sizeof *words - 1) / sizeof *words : MOST_WORDS;
+        if (key->count + count > MOST_WORDS) return 0;
+        words[count] = 0; /* the last word may be longer than the text */
+        words[0] = (int64_t)size << 8 | TEXT;
+        memcpy(words + 1, text, (size_t)size);
+        key->count += count;
+        return 1;
+    }
+    key->count++;
+    if (PyFloat_CheckExact(option)) {
+        const double value = PyFloat_AsDouble(option);
+        words[0] = REAL;
+        memcpy(words + 1, &value, sizeof value);
+        return 1;
+    }
+    if (!PyLong_CheckExact(option)) return 0;
+    words[0] = NUMBER;
+    words[1] = PyLong_AsLongLongAndOverflow(option, &overflow);
+    return words[1] == -1 && PyErr_Occurred() ? -1 : !overflow;
 }
 
-/* Append the options to the key; whether they have the types that the fast path takes. */
-static int read_options(const FastPath *self, PyObject *const *args, Key *key) {
-    int overflow;
-    if (!PyLong_CheckExact(args[DIM]) || !PyBool_Check(args[REVERSE]) || !PyBool_Check(args[FINAL])) return 0;
-    key->words[2] = PyLong_AsLongLongAndOverflow(args[DIM], &overflow);
-    if (key->words[2] == -1 && PyErr_Occurred()) return -1;
-    const Py_ssize_t count = PyTuple_Size(self->backends);
-    Py_ssize_t i = 0;
-    while (i < count && PyTuple_GetItem(self->backends, i) != args[BACKEND]) i++;
-    if (i == count && PyUnicode_Check(args[BACKEND]))
-        for (i = 0; i < count; i++)
-            if (!PyUnicode_Compare(PyTuple_GetItem(self->backends, i), args[BACKEND])) break;
-    key->words[3] = (int64_t)i << 2 | (args[REVERSE] == Py_True) << 1 | (args[FINAL] == Py_True);
-    return !overflow && i < count;
+/* All of the key but what is required. */
+static int read_call(const FastPath *self, PyObject *tensors, PyObject *options, Call *call) {
+    const Py_ssize_t count = PyTuple_Size(tensors);
+    if (!self->torch.exchange || count > MOST_TENSORS) return 0;
+    int status = dispatch_is_trivial(self->parts[OBSERVERS]);
+    call->count = call->tracked = 0;
+    call->key.count = HEAD;
+    call->key.words[ALIGNMENTS] = 0;
+    for (Py_ssize_t i = 0; status == 1 && i < count; i++)
+        status = append_tensor(call, self, PyTuple_GetItem(tensors, i), (int)i);
+    if (status < 0) return cannot_be_read() ? 0 : -1;
+    for (Py_ssize_t i = 0; status == 1 && i < PyTuple_Size(options); i++)
+        status = append_option(&call->key, PyTuple_GetItem(options, i));
+    if (status < 1 || !call->count) return status < 0 ? -1 : 0;
+    if (call->tracked && (call->tracked = is_true(PyObject_CallNoArgs(self->parts[TRACKING]))) < 0) return -1;
+    call->key.words[DEVICE] = (int64_t)call->first.device_type << 32 | call->first.device;
+    call->key.words[RECORDED] = call->tracked;
+    return 1;
 }
 
-/* Whether autograd is to be told. */
-static int is_tracked(const FastPath *self, PyObject *const *args) {
-    int status = 0;
-    for (int i = 0; !status && i < OFFSETS; i++)
-        if (args[i] != Py_None) status = requires_grad(&self->torch, args[i]);
-    return status == 1 ? is_true(PyObject_CallNoArgs(self->tracking)) : status;
-}
-
-/* Kept with what was asked for, and so with ``choice``: its identity is nothing else's meanwhile. */
-static Planned *make_plan(FastPath *self, const Key *key, PyObject *const *args, PyObject *choice) {
-    PyObject *plan = called(self->plan, args, ARGUMENTS);
-    PyObject *request =
-        plan ? PyTuple_Pack(5, args[DIM], args[REVERSE], args[FINAL], args[BACKEND], choice) : NULL;
-    Planned *kept = request ? keep_planned(&self->plans, key, plan, request) : NULL;
-    Py_XDECREF(request);
-    Py_XDECREF(plan);
-    return kept;
-}
-
-/* ``choice`` goes by its identity. */
-static const Planned *plan_of(FastPath *self, PyObject *const *args, Call *call) {
-    PyObject *choice = PyObject_CallNoArgs(self->choice);
+/* What is required goes by its identity, and is kept with the plan: the identity is nothing else's meanwhile. */
+static const Planned *plan_of(FastPath *self, PyObject *tensors, PyObject *options, Call *call) {
+    PyObject *choice = PyObject_CallNoArgs(self->parts[CHOICE]);
     if (!choice) return NULL;
-    const Tensor *tokens = &call->tensors[TOKENS];
-    call->key.words[0] = (int64_t)((call->addresses[GATES] | call->addresses[TOKENS]) & ALIGNMENT);
-    call->key.words[1] = (int64_t)tokens->device_type << 32 | tokens->device;
-    call->key.words[4] = (int64_t)(intptr_t)choice;
+    call->key.words[REQUIRED] = (int64_t)(intptr_t)choice;
     const Planned *planned = find_planned(&self->plans, &call->key);
-    if (!planned) planned = make_plan(self, &call->key, args, choice);
+    if (!planned) {
+        PyObject *recorded = call->tracked ? Py_True : Py_False;
+        PyObject *plan = PyObject_CallFunctionObjArgs(self->parts[PLAN], recorded, tensors, options, NULL);
+        if (plan) planned = keep_planned(&self->plans, &call->key, plan, choice);
+        Py_XDECREF(plan);
+    }
     Py_DECREF(choice);
     return planned;
-}
-
-/* The results of a plan, which another call may drop meanwhile; None if the call is not for this path. */
-static PyObject *results_of(const FastPath *self, const Planned *planned, PyObject *const *args, const Call *call,
-                            int tracked) {
-    PyObject *plan = Py_NewRef(planned->plan), *request = Py_NewRef(planned->request), *results = NULL;
-    if (plan == Py_None) results = Py_NewRef(Py_None);
-    else if (Py_TYPE(plan) != fast_launch_type) results = called(plan, args, TENSORS);
-    else if (((const FastLaunch *)plan)->inputs == TENSORS)
-        results = fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args, call->addresses,
-                                  &call->tensors[TOKENS]);
-    else PyErr_Format(PyExc_TypeError, "a launch of %d tensors", ((const FastLaunch *)plan)->inputs);
-    if (results && tracked && plan != Py_None) {
-        PyObject *done = PyTuple_Pack(2, results, request);
-        Py_DECREF(results);
-        results = done ? PyObject_CallFunctionObjArgs(self->record, args[GATES], args[TOKENS], args[INITIAL],
-                                                      args[OFFSETS], done, NULL)
-                       : NULL;
-        Py_XDECREF(done);
-    }
-    Py_DECREF(request);
-    Py_DECREF(plan);
-    return results;
 }
 
 static PyObject *fast_path_run(PyObject *object, PyObject *const *args, Py_ssize_t count) {
     FastPath *self = (FastPath *)object;
     Call call;
-    if (count != ARGUMENTS)
-        return PyErr_Format(PyExc_TypeError, "run takes %d tensors and %d options, got %zd arguments", TENSORS,
-                            ARGUMENTS - TENSORS, count);
-    int status = read_tensors(self, args, &call);
-    if (status < 0) {
-        if (!cannot_be_read()) return NULL;
-        Py_RETURN_NONE;
-    }
-    if (status) status = read_options(self, args, &call.key);
+    if (count != 2 || !PyTuple_Check(args[0]) || !PyTuple_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "run takes a tuple of tensors and a tuple of options");
+    const int status = read_call(self, args[0], args[1], &call);
     if (status < 1) return status < 0 ? NULL : Py_NewRef(Py_None);
-    const int tracked = is_tracked(self, args);
-    const Planned *planned = tracked < 0 ? NULL : plan_of(self, args, &call);
-    return planned ? results_of(self, planned, args, &call, tracked) : NULL;
+    const Planned *planned = plan_of(self, args[0], args[1], &call);
+    if (!planned) return NULL;
+    PyObject *plan = Py_NewRef(planned->plan), *results; /* which another call may drop meanwhile */
+    if (plan == Py_None) results = Py_NewRef(Py_None);
+    else if (Py_TYPE(plan) != fast_launch_type) results = PyObject_CallObject(plan, args[0]);
+    else results = fast_launch_run((const FastLaunch *)plan, self->torch.exchange, args[0], call.addresses, &call.first);
+    Py_DECREF(plan);
+    return results;
 }
 
 static PyMethodDef fast_path_methods[] = {
     {"run", (PyCFunction)(void (*)(void))fast_path_run, METH_FASTCALL,
-     "run(gates, tokens, initial_state, cu_seqlens, dim, reverse, final, backend) -> states | (states, last) | None\n\n"
-     "Do what is planned for the call. None unless the tensors are plain, of real dtypes, on one\ndevice, in memory, "
-     "and dispatch is trivial; or if the options are of other types, there is no\nsuch backend, or the plan is None."},
+     "run(tensors, options) -> results | None\n\nDo what is planned for the call. None unless the tensors that are not "
+     "None are plain, of real dtypes,\non one device, in memory, and dispatch is trivial; or if the plan is None."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot fast_path_slots[] = {
     {Py_tp_new, fast_path_new},
     {Py_tp_dealloc, fast_path_dealloc},
     {Py_tp_methods, fast_path_methods},
-    {Py_tp_doc, "Scans of plain tensors."},
+    {Py_tp_doc, "Calls on plain tensors."},
     {0, NULL}};
 
 static PyType_Spec fast_path_spec = {"scan_registry.hardware._launcher.FastPath", sizeof(FastPath), 0,

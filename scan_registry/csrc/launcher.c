@@ -1,4 +1,4 @@
-/* Kernel launches, from what was prepared for them; see launch.h, fast_path.h and tensor_path.h.
+/* Kernel launches, from what was prepared for them; see launch.h and fast_path.h.
  *
  * No CUDA header, no CUDA library and nothing of torch's is needed to build this.
  */
@@ -7,7 +7,6 @@
 
 #include "launch.h"
 #include "fast_path.h"
-#include "tensor_path.h"
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     unsigned long long launch, set, current, push, pop;
@@ -39,8 +38,7 @@ static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTyp
 static int execute(PyObject *module) {
     return add_type(module, "Launch", &launch_spec, &launch_type) ||
                    add_type(module, "FastLaunch", &fast_launch_spec, &fast_launch_type) ||
-                   add_type(module, "FastPath", &fast_path_spec, &fast_path_type) ||
-                   add_type(module, "TensorPath", &tensor_path_spec, &tensor_path_type)
+                   add_type(module, "FastPath", &fast_path_spec, &fast_path_type)
                ? -1
                : 0;
 }

@@ -4,7 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MOST_WORDS = 144, BUCKETS = 1024, MOST_PLANS = 4096 }; /* past that many, all go: as in ops/launching.py */
+enum { MOST_WORDS = 256, BUCKETS = 1024, MOST_PLANS = 4096 }; /* past that many, all go: as in ops/launching.py */
 
 typedef struct {
     size_t count;
@@ -13,7 +13,7 @@ typedef struct {
 
 typedef struct Planned {
     struct Planned *next; /* in its bucket */
-    PyObject *plan, *request;
+    PyObject *plan, *choice; /* what was required */
     size_t count;
     int64_t words[];
 } Planned;
@@ -53,12 +53,12 @@ static void forget_plans(Plans *plans) {
         Planned *each = going;
         going = each->next;
         Py_DECREF(each->plan);
-        Py_DECREF(each->request);
+        Py_DECREF(each->choice);
         PyMem_Free(each);
     }
 }
 
-static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObject *request) {
+static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObject *choice) {
     const size_t bytes = key->count * sizeof *key->words;
     Planned *kept = PyMem_Malloc(sizeof *kept + bytes);
     if (!kept) {
@@ -68,7 +68,7 @@ static Planned *keep_planned(Plans *plans, const Key *key, PyObject *plan, PyObj
     if (plans->count >= MOST_PLANS) forget_plans(plans);
     Planned **bucket = bucket_of(plans, key);
     kept->plan = Py_NewRef(plan);
-    kept->request = Py_NewRef(request);
+    kept->choice = Py_NewRef(choice);
     kept->count = key->count;
     memcpy(kept->words, key->words, bytes);
     kept->next = *bucket;

@@ -20,10 +20,16 @@ class Launch:
     def run(self, stream: int, /, *pointers: int | None) -> int: ...
 
 class FastLaunch:
-    """What a call on the fast path does on a GPU: it allocates one result or two, and launches a kernel.
+    """What a call on the fast path does on a GPU: it allocates its results, and launches a kernel.
 
-    ``places`` has the place of each tensor of the call, and then of each result, among the launch's pointers. If ``last`` is
-    given, a call returns two tensors.
+    places     the place of each tensor of the call, and then of each result, among the launch's pointers
+    empty      makes a tensor on the current device
+    results    the arguments of ``empty`` for each result; one result is returned as it is, and several in a tuple
+    workspace  likewise for the workspace; None if the launch has none
+    refuse     raises the error of a status
+    elsewhere  computes the results from the tensors in any context
+    record     tells autograd: called with the results and the tensors, it returns what the call returns; None if nothing
+               is to be told
     """
 
     def __new__(
@@ -31,30 +37,26 @@ class FastLaunch:
         launch: Launch,
         places: tuple[int, ...],
         empty: Callable[..., Any],
-        states: tuple[Any, ...],
+        results: tuple[tuple[Any, ...], ...],
         workspace: tuple[Any, ...] | None,
         refuse: Callable[[int], object],
         elsewhere: Callable[..., Any],
-        last: tuple[Any, ...] | None = None,
+        record: Callable[..., Any] | None = None,
     ) -> FastLaunch: ...
 
-#: Computes the results from gates, tokens, the initial state and ``cu_seqlens``; None for calls that do not take this path.
+#: Computes the results from the tensors; None for calls that do not take this path.
 FastPlan = FastLaunch | Callable[..., Any] | None
 
 class FastPath:
-    """Scans of plain tensors. Without ``exchange`` no call takes this path.
+    """Calls on plain tensors. Without ``exchange`` no call takes this path.
 
     types     of plain tensors
     tensor    the C type that they all are of, torch._C.TensorBase
     exchange  the tensor type's __dlpack_c_exchange_api__, or None
     observers functions of nothing, whose results are true while something sees or changes what is dispatched
-    backends  what there is to ask for
     choice    a function of nothing that plans depend on, beside the arguments
-    plan      makes a plan from the arguments of the first call of its kind
-    tracking  whether gradients are recorded
-    record    called if a tensor requires gradients, to tell autograd; takes gates, tokens, the initial state,
-              ``cu_seqlens``, and a tuple of the results and the request, which is ``dim``, ``reverse``, ``final``,
-              ``backend`` and choice; returns the results
+    plan      makes a plan from the first call of its kind: from whether autograd records it, its tensors and its options
+    tracking  whether gradients are recorded, if a tensor requires them
     """
 
     def __new__(
@@ -63,49 +65,10 @@ class FastPath:
         tensor: type,
         exchange: object,
         observers: tuple[Callable[[], object], ...],
-        backends: tuple[str, ...],
         choice: Callable[[], object],
-        plan: Callable[[Any, Any, Any, Any, int, bool, bool, Any], FastPlan],
+        plan: Callable[[bool, tuple[Any, ...], tuple[Any, ...]], FastPlan],
         tracking: Callable[[], bool],
-        record: Callable[[Any, Any, Any, Any, tuple[Any, tuple[Any, ...]]], Any],
     ) -> FastPath: ...
-    def run(
-        self,
-        gates: object,
-        tokens: object,
-        initial_state: object,
-        cu_seqlens: object,
-        dim: object,
-        reverse: object,
-        final: object,
-        backend: object,
-        /,
-    ) -> Any: ...
+    def run(self, tensors: tuple[Any, ...], options: tuple[Any, ...], /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...
-
-class TensorPath:
-    """Calls on a number of plain tensors, of which some may be None, without derivatives. Without ``exchange`` no call
-    takes this path.
-
-    types, tensor, exchange, observers, choice, tracking: as for ``FastPath``
-    plan     makes a plan from the flag and the tensors of the first call of its kind
-    count    tensors of a call
-    aligned  bits of those whose alignment a plan depends on
-    marks    bits of those that may be boolean
-    """
-
-    def __new__(
-        cls,
-        types: tuple[type, ...],
-        tensor: type,
-        exchange: object,
-        observers: tuple[Callable[[], object], ...],
-        choice: Callable[[], object],
-        plan: Callable[..., FastLaunch | Callable[..., Any]],
-        tracking: Callable[[], bool],
-        count: int,
-        aligned: int,
-        marks: int = 0,
-    ) -> TensorPath: ...
-    def run(self, flag: bool, /, *tensors: Any) -> Any | None: ...

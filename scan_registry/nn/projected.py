@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 
 from scan_registry.nn import torch_cells
-from scan_registry.ops.derivatives import undisturbed
+from scan_registry.ops.call import undisturbed
 
 if TYPE_CHECKING:
     from scan_registry.nn.recurrent import Recurrent

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.rnn.problem import Function
-from scan_registry.ops.derivatives import undisturbed
+from scan_registry.ops.call import undisturbed
 
 if TYPE_CHECKING:
     from scan_registry.nn.recurrent import Recurrent

@@ -33,7 +33,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
     Options,
     UpdateArguments,
 )
-from scan_registry.ops.launching import PlanCache, Run, plan_cache
+from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
@@ -161,11 +161,6 @@ def _runner(
     return plan.run, variant
 
 
-def seen() -> PlanCache:
-    """What is kept of calls."""
-    return plan_cache
-
-
 def _is_plain(x: Tensor, options: Options) -> bool:
     """Whether no kernel on a GPU is looked for."""
     return (
@@ -222,13 +217,8 @@ def _check(given: Arguments) -> None:
 
 def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """y, and the final state if ``options`` asks for it."""
-    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(_plan_forward, given, options)
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(plan_forward, given, options)
     return outputs
-
-
-def forward_plan(given: Arguments, options: Options) -> Callable[..., Any]:
-    """What ``forward`` runs on calls of this kind."""
-    return plan_cache.plan(_plan_forward, given, options)
 
 
 def state_shape(given: Arguments) -> tuple[int, int, int]:
@@ -246,7 +236,8 @@ def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor |
     return state
 
 
-def _plan_forward(*arguments: Any) -> Callable[..., Any]:
+def plan_forward(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``forward``, from its tensors and options."""
     *tensors, options = arguments
     given = Arguments(*tensors)
     _check(given)
@@ -295,7 +286,7 @@ def backward(
     given: Arguments, y_grad: Tensor, final_grad: Tensor | None, options: Options, wanted: Wanted
 ) -> Gradients:
     """The gradients that are wanted, in the dtypes of what they are of."""
-    found: Gradients = plan_cache.run(_plan_backward, (*given, y_grad, final_grad), options, wanted)
+    found: Gradients = plan_cache.run(plan_backward, (*given, y_grad, final_grad), options, wanted)
     return found
 
 
@@ -310,9 +301,9 @@ def narrowed(given: Arguments, found: reference.Gradients, wanted: Wanted) -> Gr
     return of_x, of_weight, of_bias, of_state
 
 
-def _plan_backward(*arguments: Any) -> Callable[..., Any]:
-    *tensors, y_grad, final_grad, options, wanted = arguments
-    given = Arguments(*tensors)
+def plan_backward(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``backward``, from its tensors, options and what is wanted."""
+    given, (y_grad, final_grad, options, wanted) = Arguments(*arguments[:6]), arguments[6:]
     _check(given)
     if y_grad.shape != given.x.shape or y_grad.dtype != given.x.dtype:
         raise ValueError(
@@ -404,16 +395,12 @@ def _plan_backward(*arguments: Any) -> Callable[..., Any]:
 
 def update(given: UpdateArguments, options: Options) -> Tensor:
     """y; the state is changed in place."""
-    y: Tensor = plan_cache.run(_plan_update, given, options)
+    y: Tensor = plan_cache.run(plan_update, given, options)
     return y
 
 
-def update_plan(given: UpdateArguments, options: Options) -> Callable[..., Any]:
-    """What ``update`` runs on calls of this kind."""
-    return plan_cache.plan(_plan_update, given, options)
-
-
-def _plan_update(*arguments: Any) -> Callable[..., Any]:
+def plan_update(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``update``, from its tensors and options."""
     *tensors, options = arguments
     given = UpdateArguments(*tensors)
 

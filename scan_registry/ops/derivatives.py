@@ -6,171 +6,50 @@ written in differentiable operators, of which the scan is one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
-from torch.nn import Parameter
+from torch.autograd import forward_ad
 
 from scan_registry.base.symbols import same_shape
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
-from scan_registry.ops import flops, plans
-from scan_registry.ops.arguments import Options
+from scan_registry.ops import plans
+from scan_registry.ops.arguments import Options, normalised
+from scan_registry.ops.autograd import Derivatives, Recorded, Recording, Tensors
+from scan_registry.ops.call import (
+    PLAIN_TYPES,
+    fast_path,
+    has_tangents,
+    unobserved,
+    wants_gradient,
+)
 from scan_registry.ops.plans import Wanted
 from scan_registry.ops.problems import StateLayout
-from scan_registry.ops.registration import below_autograd, record, register
+from scan_registry.ops.registration import below_autograd, record
+
+__all__ = ["PLAIN_TYPES", "before", "fast_scan", "first_derivative", "scan", "unobserved"]
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 #: Gates, states, their gradient, the initial state, the last one's gradient, cu_seqlens.
 Differentiated = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
-PLAIN_TYPES = (Tensor, Parameter)
-_is_compiling = torch.compiler.is_compiling
-_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # under is_grads_batched
-dispatch_modes = torch._C._len_torch_dispatch_stack
-transforms_active = torch._C._are_functorch_transforms_active
-tracing_state = torch._C._get_tracing_state
-#: Each returns something true while modes, transforms or the tracer see, or change, what is dispatched.
-OBSERVERS = (dispatch_modes, transforms_active, tracing_state)
-_required = policy.required.get
 
-
-def unobserved(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher would do no more than find the kernels, which costs more than this.
-
-    Subclasses, lazy negations and conjugations, modes, transforms, tracers, profilers and
-    forward-mode derivatives see, or change, only what it dispatches. For tensors on meta it finds what
-    computes nothing, where plain torch would read the values of ``cu_seqlens``.
-    """
-    for tensor in tensors:
-        if tensor is not None and (
-            type(tensor) not in PLAIN_TYPES
-            or tensor.is_meta
-            or tensor.is_neg()
-            or tensor.is_conj()
-            or tensor._is_zerotensor()
-            or tensor.is_nested
-            or _is_legacy_batched(tensor)
-        ):
-            return False
-    return undisturbed()
-
-
-def undisturbed() -> bool:
-    """Whether no mode, transform, tracer, profiler or forward-mode derivative is on."""
-    return (
-        not dispatch_modes()
-        and not transforms_active()
-        and tracing_state() is None
-        and not profiler._is_profiler_enabled
-        and not forward_mode()
-    )
-
-
-def forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken."""
-    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-
-
-def has_tangents(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors carries a forward-mode derivative.
-
-    Graphs of torch's compiler enter the forward-mode level in C++, which ``forward_mode`` does not see. ``_unpack_dual`` makes
-    an alias. With Python dispatch on, each nested trace would record it, and inductor rejects that.
-    """
-    if not torch._C._is_fwd_grad_enabled():
-        return False
-    with torch._C._DisableTorchDispatch():
-        return any(
-            tensor is not None
-            and not _is_legacy_batched(tensor)
-            and torch._VF._unpack_dual(tensor, level=0).tangent is not None
-            for tensor in tensors
-        )
-
-
-def scan(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-) -> Outputs:
-    """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
-    tensors = gates, tokens, initial_state, cu_seqlens
-    if not _is_compiling() and unobserved(*tensors):
-        if torch.is_grad_enabled() and wants_gradient(*tensors[:3]):
-            return LinearScan.apply(*tensors, options, True)  # type: ignore[no-any-return, no-untyped-call]
-        return plans.forward(*tensors, options)
-    if not _is_compiling():
-        flops.announce()
-    states, last = _op(*tensors, *options)
-    return states, last if options.final else None
-
-
-def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors requires a gradient."""
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-# --- Reverse mode, first order: kernels -------------------------------------------------------
-
-
-class LinearScan(torch.autograd.Function):
-    """Saves gates, and states if gates want a gradient. ``direct`` goes round the dispatcher."""
+class LinearScan(Recorded):
+    """Saves gates, and states if gates want a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        gates: Tensor,
-        tokens: Tensor,
-        initial_state: Tensor | None,
-        cu_seqlens: Tensor | None,
-        options: Options,
-        direct: bool,
-    ) -> Outputs:
-        tensors = gates, tokens, initial_state, cu_seqlens
-        if direct:
-            states, last = plans.forward(*tensors, options)
-        else:
-            with below_autograd():
-                states, last = _op(*tensors, *options)
-        ctx.set_materialize_grads(False)
-        if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(gates, states, initial_state, cu_seqlens)
-        else:
-            ctx.save_for_backward(gates, None, None, cu_seqlens)
-        ctx.save_for_forward(gates, states, initial_state, cu_seqlens)
-        ctx.of_states = states.shape, states.dtype
-        ctx.options, ctx.required = options, _required()
-        return states, last
-
-    @staticmethod
-    def backward(ctx: Any, states_grad: Tensor | None, last_grad: Tensor | None) -> Any:
-        options, needs = ctx.options, ctx.needs_input_grad
-        if not options.final:
-            last_grad = None
-        if states_grad is None and last_grad is None:
-            return (None,) * 6
-        gates, states, initial_state, cu_seqlens = map(_alive, ctx.saved_tensors)
-        if states_grad is None:
-            shape, dtype = ctx.of_states
-            states_grad = gates.new_zeros((), dtype=dtype).expand(shape)
-        tensors = gates, states, states_grad, initial_state, last_grad, cu_seqlens
-        wanted = needs[0], needs[1], needs[2]
-        return *first_derivative(tensors, options, wanted, ctx.required), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, gates_dot: Any, tokens_dot: Any, initial_dot: Any, *_: None) -> Any:
+    def jvp(ctx: Any, _: Any, __: Any, *dots: Any) -> Any:
+        gates_dot, tokens_dot, initial_dot, _ = dots
         # torch switches forward mode off here, for the levels around this one too, which are to see
         # what is computed; this level is not.
         with forward_ad._set_fwd_grad_enabled(True):
             gates, states, initial, bounds = (_primal(saved) for saved in ctx.saved_tensors)
-            options, compute = ctx.options, compute_dtype(states.dtype)
+            options, compute = ctx.recording.options, compute_dtype(states.dtype)
             shift = states.new_zeros((), dtype=compute).expand(states.shape)
             if tokens_dot is not None:
                 shift = tokens_dot.to(compute)
@@ -179,7 +58,8 @@ class LinearScan(torch.autograd.Function):
                     states.to(compute), initial, bounds, options
                 )
             states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, options)
-            return states_dot.to(states.dtype), _or_empty(last_dot, states_dot)
+            last_dot = states_dot.new_empty(0) if last_dot is None else last_dot
+            return states_dot.to(states.dtype), last_dot
 
 
 def _alive(tensor: Any) -> Any:
@@ -192,40 +72,161 @@ def _primal(tensor: Any) -> Any:
     return None if tensor is None else torch._VF._unpack_dual(_alive(tensor), level=0).primal
 
 
-def _or_empty(tensor: Tensor | None, like: Tensor) -> Tensor:
-    """Operators return tensors; this one stands for none."""
-    return like.new_empty(0) if tensor is None else tensor
+class _Derivatives(Derivatives):
+    """Of gates, tokens, the initial state and ``cu_seqlens``. Saved are gates, states, the initial state and
+    ``cu_seqlens``."""
+
+    options, tensors, others, kept, node, rules = Options, 4, 1, 0, LinearScan, "_forward_mapped"
+
+    def forward(self, tensors: Tensors, options: Options, training: bool) -> Tensors:
+        gates, tokens, initial_state, cu_seqlens = tensors
+        return plans.forward(gates, tokens, initial_state, cu_seqlens, options)
+
+    def empty(self, tensors: Tensors, options: Options, training: bool) -> Tensors:
+        last = (
+            StateLayout.of(tensors[1], options.dim, tensors[3]).empty() if options.final else None
+        )
+        return torch.empty_like(tensors[1]), last
+
+    def dispatched(self, options: Options) -> Recording:
+        def compute(*tensors: Any) -> Any:
+            with below_autograd():
+                return self.op(*tensors, *options)
+
+        recording = Recording(self, options, compute)
+        recording.dispatched = True
+        return recording
+
+    def under_autograd(self, *args: Any) -> Tensors:
+        recorded = torch.is_grad_enabled() and wants_gradient(*args[:3])
+        if recorded or has_tangents(*args[:3]):
+            return record(self.node, self.dispatched(Options(*args[4:])), None, *args[:4])
+        return self._below(args)
+
+    def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
+        gates, _, initial_state, cu_seqlens = tensors
+        states = results[0] if type(results) is tuple else results
+        ctx.shape, ctx.dtype = states.shape, states.dtype
+        every = gates, states, initial_state, cu_seqlens
+        if ctx.recording.dispatched:
+            ctx.save_for_forward(*every)
+        return every if ctx.needs_input_grad[2] else (gates, None, None, cu_seqlens)
+
+    def restored(self, saved: Tensors) -> Tensors:
+        return tuple(map(_alive, saved))
+
+    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
+        states_grad, last_grad = grads
+        if states_grad is None:
+            states_grad = saved[0].new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        return states_grad, last_grad
+
+    def plan_backward(
+        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
+    ) -> Callable[..., Any]:
+        gates, states, initial_state, cu_seqlens = saved
+        given = gates, states, initial_state, cu_seqlens, grads[0], grads[1]
+        return plans.plan_backward(*given, options, wanted)  # type: ignore[arg-type]
+
+    def backward(
+        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
+    ) -> Gradients:
+        return plans.backward(*_in_order(saved, grads), options, wanted)  # type: ignore[arg-type]
+
+    def empty_gradients(
+        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
+        gates, states, _, bounds = saved
+        model = grads[0] if states is None else states
+        made = (
+            gates.new_empty(gates.shape)
+            if not same_shape(gates.shape, model.shape)
+            else torch.empty_like(model, dtype=gates.dtype),
+            torch.empty_like(model),
+            StateLayout.of(model, options.dim, bounds).empty(),
+        )
+        return tuple(each if want else None for each, want in zip(made, wanted, strict=True))
+
+    def composed_backward(
+        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
+    ) -> Gradients:
+        return differentiable_backward(*_in_order(saved, grads), options, wanted)  # type: ignore[arg-type]
+
+    def backward_joined(
+        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
+    ) -> Tensors:
+        tensors = _in_order(saved, grads)
+        return *tensors, options.dim, options.reverse, options.backend, [*wanted]
+
+    def backward_split(self, args: Sequence[Any]) -> Any:
+        *tensors, dim, reverse, backend, wanted = args
+        return *_apart(*tensors), Options(dim, reverse, False, backend), tuple(wanted)
+
+
+def _in_order(saved: Tensors, grads: Tensors) -> Differentiated:
+    """The tensors of a backward pass, as functions and the registered operator take them."""
+    gates, states, initial_state, cu_seqlens = saved
+    return gates, states, grads[0], initial_state, grads[1], cu_seqlens
+
+
+def _apart(
+    gates: Any, states: Any, states_grad: Any, initial_state: Any, last_grad: Any, cu_seqlens: Any
+) -> tuple[Tensors, Tensors]:
+    """The inverse of ``_in_order``."""
+    return (gates, states, initial_state, cu_seqlens), (states_grad, last_grad)
+
+
+OPERATOR = _Derivatives()
+
+
+def scan(
+    gates: Tensor,
+    tokens: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> Outputs:
+    """The scan of ``normalised`` arguments, differentiable; None for a final state not asked for."""
+    return OPERATOR((gates, tokens, initial_state, cu_seqlens), options)  # type: ignore[no-any-return]
 
 
 def first_derivative(
     tensors: Differentiated, options: Options, wanted: Wanted, required: Tier | None
 ) -> Gradients:
-    """The gradients that are wanted, under what ``required`` was in the forward pass; in what compiled
-    autograd traces, under what it is when the graph runs."""
-    if _is_compiling():
-        return _first_derivative(tensors, options, wanted)
-    with policy.as_required(required):
-        return _first_derivative(tensors, options, wanted)
+    """The gradients that are wanted: see ``Derivatives.first_derivative``."""
+    return OPERATOR.first_derivative(*_apart(*tensors), options, wanted, required)  # type: ignore[return-value]
 
 
-def _first_derivative(tensors: Differentiated, options: Options, wanted: Wanted) -> Gradients:
-    # Under create_graph, and where batches of gradients are mapped over.
-    if torch.is_grad_enabled() or transforms_active():
-        return differentiable_backward(*tensors, options, wanted)
-    if not _is_compiling() and unobserved(*tensors):
-        return plans.backward(*tensors, options, wanted)
-    if not _is_compiling():
-        flops.announce()
-    return _dispatched_backward(*tensors, options, wanted)
+def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Any:
+    """None for a call whose arguments are converted, or whose values are checked in every call."""
+    gates, tokens, initial_state, cu_seqlens = tensors
+    *taken, how = normalised(gates, tokens, initial_state, cu_seqlens, Options(*options))
+    if any(one is not other for one, other in zip(taken, tensors, strict=True)):
+        return None
+    if cu_seqlens is not None and not plans.on_gpu(tokens):
+        return None
+    recording = Recording(OPERATOR, how, None)
+    record = partial(OPERATOR.record, recording) if recorded else None
+
+    def elsewhere(*tensors: Any) -> Any:
+        with torch.no_grad():
+            states, last = OPERATOR.forward(tensors, how, False)
+        return (states, last) if how.final else states
+
+    launch = plans.plan_launch(tensors, how, elsewhere, record)
+    if launch is not None:
+        return launch
+    with torch.no_grad():
+        compute = plans.plan_forward(gates, tokens, initial_state, cu_seqlens, how)
+    if record is not None:
+        recording.compute, recording.results = compute, None if how.final else 0
+        return partial(record, None)
+    return compute if how.final else lambda *tensors: compute(*tensors)[0]
 
 
-def _dispatched_backward(*args: Any) -> Gradients:
-    *tensors, options, wanted = args
-    found = _backward_op(*tensors, options.dim, options.reverse, options.backend, list(wanted))
-    gates_grad, tokens_grad, initial_grad = (
-        each if want else None for each, want in zip(found, wanted, strict=True)
-    )
-    return gates_grad, tokens_grad, initial_grad
+#: The result of a scan, from gates, tokens, the initial state and ``cu_seqlens``, and ``dim``, ``reverse``, whether the final
+#: state is returned, and ``backend``; as the caller gives them. None if the call does not take the fast path.
+fast_scan = fast_path(_plan)
 
 
 # --- Everything else: differentiable operators ------------------------------------------------
@@ -294,29 +295,7 @@ def differentiable_backward(
     )
 
 
-# --- Registration -----------------------------------------------------------------------------
-
-
-def _forward(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
-    states, last = plans.forward(gates, tokens, initial, bounds, Options(*options))
-    return states, _or_empty(last, states)
-
-
-def _forward_fake(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any) -> Any:
-    how, states = Options(*options), torch.empty_like(tokens)
-    last = StateLayout.of(tokens, how.dim, bounds).empty() if how.final else None
-    return states, _or_empty(last, states)
-
-
-def _forward_autograd(
-    gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, *options: Any
-) -> Any:
-    tensors = gates, tokens, initial, bounds
-    recorded = torch.is_grad_enabled() and wants_gradient(*tensors[:3])
-    if recorded or has_tangents(*tensors[:3]):
-        return record(LinearScan, *tensors, Options(*options), False)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _op(*tensors, *options)
+# --- The rule of torch.vmap, and registration ------------------------------------------------
 
 
 def _in_front(count: int, tensor: Any, place: int | None) -> Any:
@@ -346,7 +325,7 @@ def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
     initial = _in_front(info.batch_size, initial, of_initial)
     if of_bounds is not None:
         return _packed_maps(gates, tokens, initial, bounds.movedim(of_bounds, 0), options)
-    states, last = _op(gates, tokens, initial, bounds, *options)
+    states, last = OPERATOR.op(gates, tokens, initial, bounds, *options)
     return (states, last), (0, 0 if Options(*options).final else None)
 
 
@@ -365,72 +344,16 @@ def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, op
     every = torch.cat([starts.flatten(), starts.new_full((1,), count * time)])
     gates = gates.expand(count, *tokens.shape[1:])
     initial = None if initial is None else packed(initial)
-    states, last = _op(packed(gates), packed(tokens), initial, every, *options)
+    states, last = OPERATOR.op(packed(gates), packed(tokens), initial, every, *options)
     return (apart(states), apart(last) if how.final else last), (0, 0 if how.final else None)
 
 
-def _backward_impl(*args: Any) -> Any:
-    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
-    options, wanted = Options(dim, reverse, False, backend), tuple(wanted)
-    found = plans.backward(gates, states, states_grad, initial, last_grad, bounds, options, wanted)
-    return tuple(_or_empty(each, states_grad) for each in found)
-
-
-def _backward_fake(*args: Any) -> Any:
-    gates, states, states_grad, _, _, bounds, dim, _, _, wanted = args
-    model = states_grad if states is None else states
-    made = (
-        gates.new_empty(gates.shape)
-        if not same_shape(gates.shape, model.shape)
-        else torch.empty_like(model, dtype=gates.dtype),
-        torch.empty_like(model),
-        StateLayout.of(model, dim, bounds).empty(),
-    )
-    return tuple(
-        each if want else model.new_empty(0) for each, want in zip(made, wanted, strict=True)
-    )
-
-
-def _backward_autograd(*args: Any) -> Any:
-    differentiated = torch.is_grad_enabled() and wants_gradient(*args[:5])
-    if differentiated or has_tangents(*args[:5]):
-        return _backward_composed(*args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward_op(*args)
-
-
-def _backward_composed(*args: Any) -> Any:
-    """In operators that torch differentiates and transforms."""
-    gates, states, states_grad, initial, last_grad, bounds, dim, reverse, backend, wanted = args
-    options = Options(dim, reverse, False, backend)
-    found = differentiable_backward(
-        gates, states, states_grad, initial, last_grad, bounds, options, tuple(wanted)
-    )
-    return tuple(_or_empty(each, states_grad) for each in found)
-
-
-_op = register(
+OPERATOR.register(
+    __name__,
+    "OPERATOR",
     "linear_scan(Tensor gates, Tensor tokens, Tensor? initial_state, Tensor? cu_seqlens, int dim, "
     "bool reverse, bool final, str backend) -> (Tensor, Tensor)",
-    __name__,
-    {
-        "device": "_forward",
-        "Autograd": "_forward_autograd",
-        "Meta": "_forward_fake",
-        "FuncTorchBatched": "_forward_mapped",
-    },
-)
-_backward_op = register(
     "linear_scan_backward(Tensor gates, Tensor? states, Tensor states_grad, Tensor? initial_state, "
     "Tensor? final_state_grad, Tensor? cu_seqlens, int dim, bool reverse, str backend, "
     "bool[] wanted) -> (Tensor, Tensor, Tensor)",
-    __name__,
-    {
-        "device": "_backward_impl",
-        "Autograd": "_backward_autograd",
-        "Meta": "_backward_fake",
-        "FuncTorchBatchedDecomposition": "_backward_composed",
-    },
 )
-# For graphs of torch.compile, which call the operators by themselves.
-flops.announce()

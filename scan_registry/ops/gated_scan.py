@@ -12,8 +12,9 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import gated_scan_derivatives
+from scan_registry.ops.call import unwatched
 from scan_registry.ops.gated_scan_arguments import Options, normalised
-from scan_registry.ops.gated_scan_fast import fast_scan
+from scan_registry.ops.gated_scan_derivatives import fast_scan
 from scan_registry.ops.sharded import call_sharded
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKENDS", "gated_scan"]
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 
 # fmt: off
@@ -124,10 +125,10 @@ def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns. The arguments are not checked yet."""
-    if not _is_compiling():
-        made = fast_scan(inputs, initial_state, reset, cu_seqlens, options)
+    if not _is_compiling() and unwatched():
+        made = fast_scan((*inputs, initial_state, reset, cu_seqlens), options)
         if made is not None:
-            return made
+            return made  # type: ignore[no-any-return]
     tensors = *inputs, initial_state, cu_seqlens, reset
     if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
         return sharded  # type: ignore[no-any-return]

@@ -17,6 +17,7 @@ from torch import Tensor
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import arguments, derivatives, resets
+from scan_registry.ops.call import unobserved
 from scan_registry.ops.gated_scan_arguments import Arguments, Options
 from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.recomputation import Pairs, gradients
@@ -30,7 +31,7 @@ _is_compiling = torch.compiler.is_compiling
 
 def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """States and, if asked for, the final state, of ``normalised`` arguments."""
-    if torch.is_grad_enabled() or _is_compiling() or not derivatives.unobserved(*given.flat):
+    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*given.flat):
         return _forward(given, options)
     pieces = [*_pieces(given, options)]
     if len(pieces) < 2:
@@ -124,11 +125,7 @@ def backward(
     """The gradients that are wanted, of ``given.differentiable``. They are differentiable themselves where derivatives are
     recorded. Gates and tokens are computed again, so the forward pass keeps none."""
     grads = states_grad, last_grad
-    if (
-        torch.is_grad_enabled()
-        or _is_compiling()
-        or not derivatives.unobserved(*given.flat, *grads)
-    ):
+    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*given.flat, *grads):
         return _backward(given, options, *grads, wanted)
     pieces = [*_pieces(given, options)]
     if len(pieces) < 2:

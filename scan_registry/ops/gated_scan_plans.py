@@ -119,11 +119,12 @@ def forward(given: Arguments, options: Options) -> Outputs:
     of ``StateLayout``."""
     if given.reset is not None:
         given = aligned_reset(given)
-    outputs: Outputs = plan_cache.run(_make_forward, given.flat, options)
+    outputs: Outputs = plan_cache.run(make_forward, given.flat, options)
     return outputs
 
 
-def _make_forward(*args: Any) -> Plan:
+def make_forward(*args: Any) -> Plan:
+    """The plan of ``forward``, from ``Arguments.flat`` and options."""
     *flat, options = args
     given = Arguments.of(options.kind, flat)
 
@@ -221,11 +222,12 @@ def backward(
     if given.reset is not None:
         given = aligned_reset(given)
     tensors = *given.flat, states, states_grad, last_grad
-    gradients: Gradients = plan_cache.run(_make_backward, tensors, options, wanted)
+    gradients: Gradients = plan_cache.run(make_backward, tensors, options, wanted)
     return gradients
 
 
-def _make_backward(*args: Any) -> Plan:
+def make_backward(*args: Any) -> Plan:
+    """The plan of ``backward``, from its tensors, options and what is wanted."""
     *tensors, options, wanted = args
     *flat, states, states_grad, last_grad = tensors
     given = Arguments.of(options.kind, flat)

@@ -47,26 +47,30 @@ class PlanCache:
         *options: object,
     ) -> Callable[..., Any]:
         """The plan of calls of this kind. If there is none, ``make`` makes it from the tensors and options."""
-        facts = [
-            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
-            for t in tensors
-        ]
-        key = (make, _required(), options, *facts)
+        key = (make, _required(), options, *facts_of(tensors))
         plan: Callable[..., Any] | None = self.get(key)
         if plan is None:
             plan = make(*tensors, *options)
             self.keep(key, plan)
         return plan
 
-    def get(self, key: tuple[Any, ...]) -> Any:
-        """What is kept by a key; None if nothing is."""
-        return self._plans.get(key)
+    def get(self, key: tuple[Any, ...], default: Any = None) -> Any:
+        """What is kept by a key; ``default`` if nothing is."""
+        return self._plans.get(key, default)
 
     def keep(self, key: tuple[Any, ...], value: Any) -> None:
         """A plan, or what an operator knows of calls beside it."""
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         self._plans[key] = value
+
+
+def facts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """What plans depend on, of each tensor."""
+    return [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() & 15)
+        for t in tensors
+    ]
 
 
 #: The cache that all operators share.

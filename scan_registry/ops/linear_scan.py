@@ -13,8 +13,7 @@ from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.ops import operator
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import scan
-from scan_registry.ops.fast_path import fast_scan
+from scan_registry.ops.derivatives import fast_scan, scan
 from scan_registry.ops.problems import make_kernel_call, make_reduction_call
 from scan_registry.ops.sharded import call_sharded
 
@@ -127,7 +126,8 @@ def linear_scan(
         and (cu_seqlens is None or not flag("SCAN_REGISTRY_DEBUG"))
         and (
             found := fast_scan(
-                gates, tokens, initial_state, cu_seqlens, dim, reverse, return_final_state, backend
+                (gates, tokens, initial_state, cu_seqlens),
+                (dim, reverse, return_final_state, backend),
             )
         )
         is not None

@@ -15,13 +15,8 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import flops, plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.derivatives import (
-    first_derivative,
-    has_tangents,
-    in_front,
-    scan,
-    unobserved,
-)
+from scan_registry.ops.call import has_tangents, unobserved
+from scan_registry.ops.derivatives import first_derivative, in_front, scan
 from scan_registry.ops.problems import StateLayout
 from scan_registry.ops.registration import below_autograd, record, register
 

@@ -17,11 +17,13 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Decision, NoKernelError
+from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.arguments import Options, common_shape
+from scan_registry.ops.call import launch_from_c
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
@@ -40,6 +42,11 @@ POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction", "summary")
 }
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a launch from C can compute with the tensor."""
+    return tensor.is_cuda
 
 
 # --- Running one kernel -----------------------------------------------------------------------
@@ -131,13 +138,14 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """States, and the final state if ``options`` asks for it."""
     tensors = gates, tokens, initial_state, cu_seqlens
-    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(_plan_forward, tensors, options)
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(plan_forward, tensors, options)
     return outputs
 
 
-def _plan_forward(
+def plan_forward(
     gates: Tensor, tokens: Tensor, _: Any, cu_seqlens: Tensor | None, options: Options
 ) -> Callable[..., Any]:
+    """The plan of ``forward``: a function of its tensors."""
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
@@ -175,6 +183,37 @@ def _plan_forward(
         return states, last
 
     return plan
+
+
+def plan_launch(
+    tensors: Sequence[Any],
+    options: Options,
+    elsewhere: Callable[..., Any],
+    record: Callable[..., Any] | None,
+) -> FastLaunch | None:
+    """The forward pass as C makes it by itself; None if Python has to take part. ``elsewhere`` and ``record`` are as for
+    ``FastLaunch``."""
+    gates, tokens, initial_state, cu_seqlens = tensors
+    if not on_gpu(tokens) or options.backend == "reference" or tokens.numel() == 0:
+        return None
+    how = cu_seqlens, options.dim, options.reverse
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
+    layout = StateLayout.of(tokens, options.dim, cu_seqlens)
+    if call.copied or not (initial_state is None or layout.holds(initial_state)):
+        return None
+    if options.final and cu_seqlens is not None:
+        return None  # Python first copies initial states, which are the final ones of sequences without steps
+    backend: Any = options.backend
+    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest(), routed=True)
+    if plan.launch is None or plan.decision.route is not None:
+        return None  # Python makes the copies of a route
+    names, states = ["gates", "tokens", "initial_state", "offsets", "states"], as_new(tokens)
+    results = [(tuple(states.shape), states.stride(), states.dtype)]
+    if options.final:
+        names.append("final_state")
+        results.append((layout.shape, layout.strides, layout.dtype))
+    places = [POINTERS["forward"].index(name) for name in names]
+    return launch_from_c(plan, places, results, elsewhere, record)
 
 
 # --- Summary ----------------------------------------------------------------------------------
@@ -243,22 +282,23 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are wanted, of gates (in their own shape), tokens and the initial state.
     ``states`` are needed only for that of gates."""
-    tensors = gates, states, states_grad, initial_state, final_state_grad, cu_seqlens
+    tensors = gates, states, initial_state, cu_seqlens, states_grad, final_state_grad
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None]
-    gradients = plan_cache.run(_plan_backward, tensors, options, wanted)
+    gradients = plan_cache.run(plan_backward, tensors, options, wanted)
     return gradients
 
 
-def _plan_backward(
+def plan_backward(
     gates: Tensor,
     states: Tensor | None,
-    states_grad: Tensor,
     initial_state: Any,
-    final_state_grad: Any,
     cu_seqlens: Tensor | None,
+    states_grad: Tensor,
+    final_state_grad: Any,
     options: Options,
     wanted: Wanted,
 ) -> Callable[..., Any]:
+    """The plan of the backward pass: a function of these tensors."""
     dim, reverse = options.dim, options.reverse
     _check(gates, [states_grad] if states is None else [states, states_grad], cu_seqlens)
     device = gates.device
@@ -267,7 +307,7 @@ def _plan_backward(
     room = StateLayout.of(model, dim, cu_seqlens)
 
     def by_reference(
-        gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
+        gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
     ) -> Any:
         known = torch.zeros_like(grad) if states is None else states
         of_gates, of_tokens, leaving = reference.backward(
@@ -278,7 +318,7 @@ def _plan_backward(
 
     if model.numel() == 0:
 
-        def nothing(gates: Any, states: Any, grad: Any, initial: Any, last: Any, _: Any) -> Any:
+        def nothing(gates: Any, states: Any, initial: Any, _: Any, grad: Any, last: Any) -> Any:
             return (
                 gates.new_zeros(gates.shape) if for_gates else None,
                 torch.empty_like(grad) if for_tokens else None,
@@ -300,7 +340,7 @@ def _plan_backward(
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
 
     def plan(
-        gates: Tensor, states: Any, grad: Tensor, initial: Any, last_grad: Any, bounds: Any
+        gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
     ) -> Any:
         model = grad if states is None else states
         initial, entering = room.entering(initial), room.entering(last_grad)

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ _DEVICES = ("CPU", "CUDA")
 def register(schema: str, module: str, functions: Mapping[str, str]) -> Any:
     """The operator of ``schema``, with a function of ``module`` for each dispatch key.
 
-    ``functions`` maps to names: "device" (CPU and CUDA), "Autograd", "Meta"; "FuncTorchBatched" to a rule
+    ``functions`` maps to names, which may have dots: "device" (CPU and CUDA), "Autograd", "Meta"; "FuncTorchBatched" to a rule
     for ``torch.vmap`` as ``torch.library.register_vmap`` takes it, or "FuncTorchBatchedDecomposition" to a
     function in operators that torch maps itself.
 
@@ -64,7 +65,7 @@ def _named(library: Any, module: str, name: str) -> Callable[..., Any]:
     operator's."""
 
     def call(*args: Any) -> Any:
-        return getattr(import_module(module), name)(*args)
+        return attrgetter(name)(import_module(module))(*args)
 
     call.library = library  # type: ignore[attr-defined]
     return call

@@ -14,16 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, profiler
+from torch.autograd import Function
 from torch.nn.functional import linear
 
 from scan_registry.dispatch import policy
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.derivatives import forward_mode, has_tangents, transforms_active, unobserved
-from scan_registry.ops.fast_calls import call_facts, found_in_c
-from scan_registry.ops.launching import MOST_PLANS, Run, addresses_of, allocator
+from scan_registry.ops.call import (
+    fast_path,
+    has_tangents,
+    transforms_active,
+    unobserved,
+    unwatched,
+)
+from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.ops.recomputation import gradients
 from scan_registry.ops.rnn_arguments import COMPILED, Options
 from scan_registry.ops.rnn_layer_composed import Cell, Result, composed, composed_backward
@@ -77,7 +82,6 @@ class Layer:
         self._to_end = 0 if self._single else 1, time - 1, 1
         self._state_offsets = [k * batch * self.width for k in range(count)]
         self._shapes = tuple(None if t is None else (t.shape, t.stride()) for t in flat)
-        self._backwards: dict[int, Run | None] = {}
 
     def _maker(self, shape: tuple[int, ...]) -> Callable[[], Tensor]:
         return allocator(self.device, shape, self.dtype)
@@ -118,34 +122,6 @@ class Layer:
         return make().set_(every.untyped_storage(), 0, *self._of_hidden), [
             make().set_(ends, offset, *self._of_last) for offset in self._state_offsets
         ]
-
-    def untracked(
-        self, x: Tensor, w: Tensor, r: Tensor, b: Any, c: Any, reset: Any, *states: Any
-    ) -> Result:
-        """h and the last states, where nothing is kept for a backward pass. ``x`` lies as the kernel takes it; initial states
-        that are missing are None."""
-        inputs = linear(x, w, b)
-        recurrent, bias = kernel_weights(self.cell, r, c)
-        start = states[0]
-        if start is not None and not self._single:
-            start = torch.cat(states[: len(self._state_offsets)])
-        every = self._new_states()
-        self._run(
-            {
-                "inputs": inputs,
-                "recurrent": recurrent,
-                "bias": bias,
-                "initial": start,
-                "reset": reset,
-                "states": every,
-                "cache": None,
-            }
-        )
-        return self._results(every)
-
-    def untracked_anyhow(self, x: Tensor, *others: Any) -> Result:
-        """The same of ``x`` (T, B, I) with any strides."""
-        return self.untracked(self._lying(x), *others)
 
     def _lying(self, x: Tensor) -> Tensor:
         """The inputs as the kernel takes what is made of them, which is as they lie."""
@@ -259,14 +235,15 @@ class Layer:
 
     def _backward(self, graded: int) -> Run | None:
         """The launch, where h has a gradient at every step and where it has not."""
-        if graded not in self._backwards:
+        run: Any = plan_cache.get((self, graded), self)
+        if run is self:
             with policy.as_required(self.required):
-                found = rnn_plans.prepare_layer(
+                run = rnn_plans.prepare_layer(
                     *("backward", self.options, self.sizes, self.device, self.dtype, self.resets),
                     graded=graded,
                 )
-            self._backwards[graded] = found
-        return self._backwards[graded]
+            plan_cache.keep((self, graded), run)
+        return run  # type: ignore[no-any-return]
 
 
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
@@ -348,81 +325,41 @@ class RecurrentLayer(Function):
 #: ``RecurrentLayer.apply`` without torch's search for transforms: calls that get here are under none.
 _recorded: Callable[..., Any] = super(Function, RecurrentLayer).apply
 
-#: The plans of calls by what is known of them; and, by their cells, what finds the plans of calls without gradients.
-_layers: dict[tuple[Any, ...], Any] = {}
-#: The states that a cell has at most, and what stands for those that are missing.
-_MOST_STATES = max(len(of.states) for of in SIZES.values())
-_MISSING = (None,) * _MOST_STATES
-#: The arguments before the states, of which the last one is ``reset``.
-_OTHERS = 6
-_RESET = _OTHERS - 1
 
-
-def _finder(cell: Cell) -> Callable[..., Result | None]:
-    """Runs the plans of the cell's calls that record no gradients: a function of whether x is (B, T, I) and of ``fast_layer``'s
-    tensors. A call is looked up in C."""
-
-    def plan(first: bool, *flat: Any) -> Callable[..., Result | None]:
-        x, *others = flat[:_OTHERS]
-        states = [state for state in flat[_OTHERS:] if state is not None]
-        layer = None
-        if x.dim() == 3 and not addresses_of(flat) & 15:
-            with torch.no_grad():
-                layer = _plan(cell, (x.transpose(0, 1) if first else x, *others, *states), False)
-        if layer is None:
-            return lambda *_: None
-        if x.is_contiguous():
-            return layer.untracked
-        anyhow = layer.untracked_anyhow
-        return (lambda x, *others: anyhow(x.transpose(0, 1), *others)) if first else anyhow
-
-    return found_in_c(plan, _OTHERS + _MOST_STATES, marks=1 << _RESET)
-
-
-def _untracked(cell: Cell, flat: tuple[Any, ...], first: bool) -> Result | None:
-    """``fast_layer`` of calls that need no more than a look-up in C; None for others."""
-    if profiler._is_profiler_enabled or forward_mode():
+def _plan_call(
+    recorded: bool, flat: tuple[Any, ...], options: tuple[Any, ...]
+) -> Callable[..., Result] | None:
+    """The plan of a call of ``fast_layer``. None if an argument has to be converted, if ``composed`` first copies a tensor that
+    does not start at a multiple of 16 bytes, or if no kernel takes all steps in one launch."""
+    *of_cell, first = options
+    cell, (x, *others) = Cell(*of_cell), flat
+    if addresses_of(flat) or (first and x.dim() != 3):
         return None
-    find = _layers.get(cell)
-    if find is None:
-        find = _layers[cell] = _finder(cell)
-    found: Result | None = find(first, *flat, *_MISSING[len(flat) - _OTHERS :])
-    return found
+    with torch.no_grad():
+        layer = _plan(cell, (x.transpose(0, 1) if first else x, *others), recorded)
+    if layer is None:
+        return None
+
+    def untracked(*flat: Any) -> Result:
+        h, last, _ = layer.forward(*flat)
+        return h, last
+
+    def tracked(*flat: Any) -> Result:
+        h, *last = _recorded(layer, *flat)
+        return h, last
+
+    run = tracked if recorded else untracked
+    return (lambda x, *others: run(x.transpose(0, 1), *others)) if first else run
+
+
+_fast = fast_path(_plan_call)
 
 
 def fast_layer(cell: Cell, flat: tuple[Any, ...], first: bool = False) -> Result | None:
     """What ``composed`` computes from the same tensors, or with ``first`` from x (B, T, I). None if ``composed`` has to compute
     it: if an argument has to be converted, no kernel takes all steps in one launch, or the dispatcher would do more than find
     the kernels."""
-    if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda"):
+    if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda") or not unwatched():
         return None
-    if not _enabled() or not flat[1].requires_grad:
-        result = _untracked(cell, flat, first)
-        if result is not None:
-            return result
-    if first:
-        flat = flat[0].transpose(0, 1), *flat[1:]
-    found = call_facts(flat, on_gpu)
-    if found is None:
-        return None
-    recording, facts = found
-    if facts[0]:
-        return (
-            None  # ``composed`` first copies a tensor that does not start at a multiple of 16 bytes
-        )
-    key = cell, _required(), recording, *facts
-    try:
-        layer = _layers[key]
-    except KeyError:
-        with torch.no_grad():
-            layer = _plan(cell, flat, recording)
-        if len(_layers) >= MOST_PLANS:
-            _layers.clear()
-        _layers[key] = layer
-    if layer is None:
-        return None
-    if recording:
-        h, *last = _recorded(layer, *flat)
-    else:
-        h, last, _ = layer.forward(*flat)
-    return h, [*last]
+    result: Result | None = _fast(flat, (*cell, first))
+    return result

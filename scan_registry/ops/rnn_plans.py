@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -301,18 +302,23 @@ def backward(
     """gates_grad (B, T, bias, N, D), initial_grad (states, B, N, D), and where there are ``reset_states``
     their gradient."""
     tensors = recurrent, states, initial, cache, states_grad, final_grad, reset, reset_states
-    gradients: tuple[Tensor, ...] = _run(_plan_backward, tensors, options)
+    gradients: tuple[Tensor, ...] = _run(plan_backward, tensors, options)
     return gradients
 
 
 def _run(make: Callable[..., Any], tensors: Sequence[Tensor | None], *options: object) -> Any:
-    """What the plan makes; where memory is short, without what is kept for reuse."""
+    """What the plan makes."""
+    return within_memory(partial(plan_cache.run, make, tensors, *options))
+
+
+def within_memory(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
+    """What ``run`` makes of the tensors; where memory is short, without what is kept for reuse."""
     try:
-        return plan_cache.run(make, tensors, *options)
+        return run(*tensors)
     except torch.OutOfMemoryError:
         if not rnn_buffers.clear():
             raise
-    return plan_cache.run(make, tensors, *options)
+    return run(*tensors)
 
 
 def empty_gradients(
@@ -324,7 +330,7 @@ def empty_gradients(
     return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(1 + from_given))
 
 
-def _plan_backward(
+def plan_backward(
     recurrent: Tensor,
     states: Tensor,
     initial: Tensor | None,
@@ -335,6 +341,7 @@ def _plan_backward(
     reset_states: Tensor | None,
     options: Options,
 ) -> Callable[..., Any]:
+    """The plan of ``backward``: a function of its tensors."""
     function = options.function
     check_reset(reset, states.shape[1:3])
     from_given = reset_states is not None

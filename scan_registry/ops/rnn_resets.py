@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from scan_registry.ops.derivatives import forward_mode, tracing_state, transforms_active
+from scan_registry.ops.call import forward_mode, tracing_state, transforms_active
 from scan_registry.ops.recording import is_capturing
 from scan_registry.ops.rnn_arguments import COMPILED, Arguments, Options
 from scan_registry.ops.values import has_values

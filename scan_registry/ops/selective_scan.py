@@ -10,12 +10,13 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
 from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.call import unwatched
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
-from scan_registry.ops.selective_scan_fast import fast_scan
+from scan_registry.ops.selective_scan_derivatives import fast_scan
 from scan_registry.ops.selective_scan_problems import KernelCall
 from scan_registry.ops.sharded import call_sharded
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling = torch.compiler.is_dynamo_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -117,11 +118,11 @@ def selective_scan(
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
-    if not _is_compiling():
-        made = fast_scan(tensors, delta_softplus, return_final_state, backend)
-        if made is not None:
-            return made
     how = delta_softplus, return_final_state, backend
+    if not _is_compiling() and unwatched():
+        made = fast_scan(tensors, how)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
     if (sharded := call_sharded("selective_scan", tensors, how)) is not None:
         return sharded  # type: ignore[no-any-return]
     final = as_bool("return_final_state", return_final_state)

@@ -51,6 +51,14 @@ class Arguments(NamedTuple):
         return tuple(self)[:9]
 
 
+def grouped(given: Arguments) -> Arguments:
+    """With a dimension of groups in B and C that change with time."""
+    if given.B.dim() != 3 and given.C.dim() != 3:
+        return given
+    B, C = (x.unsqueeze(1) if x.dim() == 3 else x for x in (given.B, given.C))
+    return given._replace(B=B, C=C)
+
+
 def given_as_taken(raw: Sequence[Tensor | None], taken: Arguments) -> bool:
     """Whether ``normalised`` made ``taken`` of ``raw`` without a conversion, but for dimensions of one group."""
     pairs = zip(raw, taken, strict=True)

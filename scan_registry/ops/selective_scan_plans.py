@@ -6,7 +6,7 @@ makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScan
 from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_cpu
 from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
-from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.ops.selective_scan_arguments import Arguments, Options, grouped
 from scan_registry.ops.selective_scan_gradients import (
     Address,
     GradientBuffers,
@@ -112,13 +112,14 @@ def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs
 
 def forward(given: Arguments, options: Options, training: bool) -> Outputs:
     """``Outputs``; with ``training`` what backward needs, too."""
-    outputs: Outputs = plan_cache.run(_make_forward, tuple(given), options, training)
-    return outputs
+    return Outputs(*plan_cache.run(make_forward, tuple(given), options, training, True))
 
 
-def _make_forward(*args: Any) -> Plan:
-    *tensors, options, training = args
-    given = Arguments(*tensors)
+def make_forward(*args: Any) -> Plan:
+    """The plan of ``forward``, from its arguments and whether the final state is asked for. B and C may lack the dimension of
+    groups, in shapes and in calls."""
+    *tensors, options, training, final = args
+    given = grouped(Arguments(*tensors))
 
     def by_reference(given: Arguments) -> Outputs:
         made = empty_outputs(given, options, training)
@@ -135,16 +136,20 @@ def _make_forward(*args: Any) -> Plan:
 
     if given.u.numel() == 0 or _in_torch(given, options):
         plain = on_cpu if selective_scan_cpu.takes(given, options) else by_reference
-        return lambda *tensors: plain(Arguments(*tensors))
-    launch = plan_forward(given, options, training, True, addresses_of(tensors))
+        return lambda *tensors: plain(grouped(Arguments(*tensors)))
+    launch = plan_forward(given, options, training, final, addresses_of(tensors))
     if isinstance(launch, Decision):
         decision = launch
-        return lambda *tensors: run_reference(decision, lambda: by_reference(Arguments(*tensors)))
+        return lambda *tensors: run_reference(
+            decision, lambda: by_reference(grouped(Arguments(*tensors)))
+        )
     run = launch
+    if training or not final:
+        return lambda *tensors: run(Arguments(*tensors))
 
     def plan(*tensors: Any) -> Outputs:
-        out, last, kept = run(Arguments(*tensors))
-        return Outputs(out, last, out.new_empty(0, dtype=torch.float32) if kept is None else kept)
+        out, last, _ = run(Arguments(*tensors))
+        return Outputs(out, last, out.new_empty(0, dtype=torch.float32))
 
     return plan
 
@@ -223,39 +228,53 @@ def backward(
     """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. ``adjoints`` are what
     ``adjoint`` has found for the same arguments, if it was called before."""
     tensors = *given, checkpoints, out_grad, final_grad
-    plan = plan_cache.plan(_make_backward, tensors, options, wanted)
+    plan = plan_cache.plan(make_backward, tensors, options, wanted)
     gradients: Gradients = plan(*tensors, adjoints=adjoints)
     return gradients
 
 
-def _make_backward(*args: Any) -> Plan:
+def make_backward(*args: Any) -> Plan:
+    """The plan of ``backward``, from its tensors, options and what is wanted; ``adjoints`` are given by name. B and C may lack
+    the dimension of groups, in shapes and in calls."""
     *tensors, options, wanted = args
     *every, checkpoints, out_grad, final_grad = tensors
-    given, addresses = Arguments(*every), addresses_of(tensors)
+    shapes, addresses = Arguments(*every), addresses_of(tensors)
+    given = grouped(shapes)
 
-    def by_reference(*tensors: Any, adjoints: Any = None) -> Gradients:
-        given, (_, out_grad, final_grad) = Arguments(*tensors[:-3]), tensors[-3:]
+    def on_cpu(given: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
+        return selective_scan_cpu.backward(given, out_grad, final_grad, options, wanted)
+
+    def by_reference(given: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
         # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
         with recorded, torch.no_grad():
             return composed.backward(given, options, out_grad, final_grad, wanted)
 
+    def of_groups(function: Callable[..., Gradients], tensors: Sequence[Any]) -> Gradients:
+        given = Arguments(*tensors[:-3])
+        return in_shapes(given, function(grouped(given), *tensors[-3:]))
+
     if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
-        if selective_scan_cpu.takes(given, options):
-            return lambda *tensors, adjoints=None: selective_scan_cpu.backward(
-                Arguments(*tensors[:-3]), tensors[-2], tensors[-1], options, wanted
-            )
-        return by_reference
-    launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, given)
+        plain = on_cpu if selective_scan_cpu.takes(given, options) else by_reference
+        return lambda *tensors, adjoints=None: of_groups(plain, tensors)
+    launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, shapes)
     if isinstance(launch, Decision):
         decision = launch
         return lambda *tensors, adjoints=None: run_reference(
-            decision, lambda: by_reference(*tensors)
+            decision, lambda: of_groups(by_reference, tensors)
         )
     run = launch
     return lambda *tensors, adjoints=None: run(
         Arguments(*tensors[:-3]), *tensors[-3:], adjoints=adjoints
     )
+
+
+def in_shapes(given: Arguments, gradients: Gradients) -> Gradients:
+    """The gradients of ``grouped(given)`` in the shapes of what is given."""
+    if given.B.dim() != 3 and given.C.dim() != 3:
+        return gradients
+    pairs = zip(gradients, given.differentiable, strict=True)
+    return tuple(g if g is None or t is None else g.reshape(t.shape) for g, t in pairs)
 
 
 def plan_backward(

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import flops
 from scan_registry.ops import selective_state_update_plans as plans
 from scan_registry.ops.arguments import as_bool, refuse_inference, refuse_mapped
-from scan_registry.ops.derivatives import has_tangents, unobserved
+from scan_registry.ops.call import has_tangents, unobserved, unwatched
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
 from scan_registry.ops.selective_state_update_plans import KernelCall
@@ -99,14 +98,12 @@ def selective_state_update(
     if state_batch_indices is not None:
         check_rows("state_batch_indices", state_batch_indices, state)
     if (
-        backend == "auto"
-        and not _is_dynamo_compiling()
-        and not profiler._is_profiler_enabled
-        and forward_ad._current_level < 0
-        and (fast := plans.fast_step(dt_softplus, *tensors)) is not None
+        not _is_dynamo_compiling()
+        and unwatched()
+        and (fast := plans.fast_step(tensors, (dt_softplus, backend))) is not None
     ):
         torch.autograd.graph.increment_version(state)
-        return fast
+        return fast  # type: ignore[no-any-return]
     if not _is_compiling() and _are_dense(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
         as_bool("dt_softplus", dt_softplus)

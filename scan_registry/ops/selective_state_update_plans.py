@@ -5,7 +5,7 @@ A call of shapes, strides and dtypes seen before finds its checks and its select
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch import Tensor
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
-from scan_registry.hardware._launcher import FastLaunch, TensorPath
+from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.problem import DIMENSIONS, FORMATTED, StepProblem
 from scan_registry.kernels.selective_state_update.spec import FAMILY
-from scan_registry.ops.derivatives import OBSERVERS, PLAIN_TYPES
-from scan_registry.ops.launching import plan_cache
+from scan_registry.ops.call import fast_path, launch_from_c
+from scan_registry.ops.launching import addresses_of, plan_cache
 from scan_registry.ops.selective_state_update_arguments import COMPILED, Arguments, check
 from scan_registry.runtime.loader import Plan as Prepared
 from scan_registry.runtime.loader import prepare, run_reference
@@ -113,9 +113,6 @@ def _name(dtype: torch.dtype) -> str:
 
 # --- Running ----------------------------------------------------------------------------------
 
-#: What torch's own compiler allocates with, past the dispatcher; None if this torch has it no longer.
-_empty: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
 
 def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Tensor:
     """The output; the state is changed in place. Arguments are checked by the first call of their kind."""
@@ -123,42 +120,27 @@ def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Te
     return out
 
 
-def _addresses(tensors: Iterable[Tensor | None]) -> int:
-    """How far all are aligned, up to 16 bytes."""
-    found = 0
-    for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
-
-
 def _plan(*arguments: Any) -> Plan:
     *tensors, softplus, backend = arguments
-    return _made(check(tuple(tensors), softplus, backend), softplus, backend, _addresses(tensors))[
-        0
-    ]
+    return _made(check(tuple(tensors), softplus, backend), softplus, backend)[0]
 
 
-def _plan_fast(softplus: bool, *tensors: Any) -> FastLaunch | Plan:
-    """Of a call in C, which tells calls apart by the alignment of the ``_CHUNKED`` tensors alone."""
-    given = check(tensors, softplus, "auto")
-    plan, ready = _made(given, softplus, "auto", _addresses(getattr(given, n) for n in _CHUNKED))
-    if ready is None or ready.launch is None or _empty is None:
+def _plan_fast(
+    recorded: bool, tensors: tuple[Any, ...], options: tuple[Any, ...]
+) -> FastLaunch | Plan | None:
+    softplus, backend = options
+    if recorded or type(softplus) is not bool:
+        return None  # it is refused
+    given = check(tensors, softplus, backend)
+    plan, ready = _made(given, softplus, backend)
+    if ready is None or ready.launch is None:
         return plan
     out = torch.empty_like(given.x)
-    return FastLaunch(
-        launch=ready.launch,
-        places=tuple(range(len(given) + 1)),
-        empty=_empty,
-        states=(tuple(out.shape), out.stride(), out.dtype),
-        workspace=None,
-        refuse=ready.refuse,
-        elsewhere=plan,
-    )
+    results = [(tuple(out.shape), out.stride(), out.dtype)]
+    return launch_from_c(ready, range(len(given) + 1), results, plan, None) or plan
 
 
-def _made(
-    given: Arguments, softplus: bool, backend: Any, addresses: int
-) -> tuple[Plan, Prepared | None]:
+def _made(given: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepared | None]:
     """The plan of a call, and what it launches, if it does."""
 
     def by_reference(*tensors: Any) -> Tensor:
@@ -171,6 +153,7 @@ def _made(
     if in_torch or not state.is_cuda:
         return by_reference, None
     ordinal = state.device.index
+    addresses = addresses_of([getattr(given, name) for name in _CHUNKED])
     call = make_kernel_call(given, softplus, addresses)
     ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
@@ -190,17 +173,6 @@ def _made(
     return launch, ready
 
 
-#: The output of a call of plain tensors without derivatives, from ``dt_softplus`` and all tensors. None if it is no such
-#: call, or if the dispatcher would do more than find the kernels. Whether anything profiles, or takes forward-mode
-#: derivatives, is left to the caller, whom it costs least to ask.
-fast_step: Callable[..., Tensor | None] = TensorPath(
-    types=PLAIN_TYPES,
-    tensor=torch._C.TensorBase,
-    exchange=getattr(Tensor, "__dlpack_c_exchange_api__", None),
-    observers=OBSERVERS,
-    choice=policy.required.get,
-    plan=_plan_fast,
-    tracking=torch.is_grad_enabled,
-    count=len(Arguments._fields),
-    aligned=sum(1 << Arguments._fields.index(name) for name in _CHUNKED),
-).run
+#: The output of a call, from all tensors, and ``dt_softplus`` and ``backend``. None if a tensor records derivatives, or if
+#: the dispatcher would do more than find the kernels.
+fast_step = fast_path(_plan_fast)

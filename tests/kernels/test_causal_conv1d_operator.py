@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update
@@ -48,6 +49,7 @@ def play(
         monkeypatch.setattr(plans, "_is_plain", lambda x, options: x.numel() == 0)
         monkeypatch.setattr(plans, "_runner", runner)
         monkeypatch.setattr(plans, "plan_cache", PlanCache())
+        forget_plans(monkeypatch, "causal_conv1d")
         return used
 
     return start

@@ -18,6 +18,7 @@ from gated_kernels import (
     played,
     results,
 )
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import gated_scan, min_gru
@@ -25,8 +26,6 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.gated_scan.spec import FAMILY
-from scan_registry.ops import derivatives
-from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
@@ -86,7 +85,7 @@ def test_emulated_kernels_match_the_composition(
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "_prepared", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(fast, "_kinds", {})
+    forget_plans(monkeypatch, "gated_scan")
     close(results(kind, tensors, lambda _: way, False, **how), expected, torch.float32)
     access = "generic" if way == "gaps" else "aligned"
     assert used == [f"forward {access}", f"backward {access}"]

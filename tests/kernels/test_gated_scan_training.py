@@ -19,13 +19,13 @@ from gated_kernels import (
     played,
     results,
 )
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import gated_scan, min_gru, rg_lru
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.model import Launch
-from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache
 
@@ -134,11 +134,10 @@ def test_where_no_kernel_fits_the_composition_runs(monkeypatch: pytest.MonkeyPat
     """Selection itself says so here, on a machine that it sees no GPU on."""
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(fast, "_kinds", {})
+    forget_plans(monkeypatch, "gated_scan")
     tensors = drawn("rg_lru", torch.float32)
     expected = results("rg_lru", tensors, lambda _: "rows", True)
     close(results("rg_lru", tensors, lambda _: "rows", False), expected, torch.float32)
-    assert set(fast._kinds.values()) == {None}
 
 
 def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +163,7 @@ def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "prepare", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(fast, "_kinds", {})
+    forget_plans(monkeypatch, "gated_scan")
     *inputs, a_param, _ = drawn("rg_lru", torch.float32)
     a_param.requires_grad_()
     out = gated_scan("rg_lru", *inputs, a_param)
@@ -174,20 +173,24 @@ def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(grad, torch.full((8,), 21.0))
 
 
-def test_plain_calls_are_planned_once(used: list[GatedScanProblem]) -> None:
+def test_plain_calls_are_planned_once(
+    used: list[GatedScanProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, backward = forget_plans(monkeypatch, "gated_scan")
     gate, hidden = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
     for _ in range(3):
         min_gru(gate, hidden).sum().backward()
     with torch.no_grad():
         min_gru(gate, hidden)
     assert len(used) == 7
-    kinds = [*fast._kinds.values()]
-    if kinds:  # with gradients and without
-        assert [kind is not None for kind in kinds] == [True, True]
-        assert [len(kind._backwards) for kind in kinds if kind is not None] == [1, 0]
+    # With gradients and without.
+    assert [plan is not None for plan in (*forward, *backward)] == [True, True, True]
 
 
-def test_what_the_fast_path_leaves_to_others(used: list[GatedScanProblem]) -> None:
+def test_what_the_fast_path_leaves_to_others(
+    used: list[GatedScanProblem], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans, _ = forget_plans(monkeypatch, "gated_scan")
     gate, hidden = (torch.randn(SHAPE) for _ in range(2))
     with pytest.raises(TypeError, match=r"hidden has dtype torch\.float64"):
         min_gru(gate, hidden.double())
@@ -197,12 +200,12 @@ def test_what_the_fast_path_leaves_to_others(used: list[GatedScanProblem]) -> No
         min_gru(gate, hidden, reverse=1)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="gate must be a"):
         min_gru(None, hidden)  # type: ignore[call-overload]
-    assert not any(fast._kinds.values())
+    assert not plans
     narrow = torch.rand(8).bfloat16()
     out = rg_lru(gate, hidden, gate, narrow, cu_seqlens=BOUNDS.int())
     wide = gate.double(), hidden.double(), gate.double(), narrow.double()
     assert relative_error(out, rg_lru(*wide, cu_seqlens=BOUNDS)) <= 2e-6
-    assert not any(fast._kinds.values())
+    assert plans[0] is None
 
 
 def test_training_after_a_change_of_an_input_is_refused(used: list[GatedScanProblem]) -> None:

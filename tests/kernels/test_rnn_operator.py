@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import rnn
@@ -49,6 +50,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
         monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
         monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
+        forget_plans(monkeypatch, "rnn")
         monkeypatch.setattr(rnn_plans, "rnn_buffers", BufferPool())
 
     return start

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from emulated_selective_scan import Play, player
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import selective_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.ops import selective_scan_fast as fast
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.selective_scan_arguments import Arguments, Options
 
@@ -101,7 +101,9 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("quickly", [True, False], ids=["fast", "general"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", FORMS)
-def test_matches_plain_torch(play: Play, name: str, dtype: torch.dtype, quickly: bool) -> None:
+def test_matches_plain_torch(
+    play: Play, name: str, dtype: torch.dtype, quickly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     form = dict(FORMS[name])
     parts, plain, one = form.pop("parts", 1), form.pop("plain", False), form.pop("one", False)
     tensors: list[Any] = drawn(dtype, **form)
@@ -111,11 +113,12 @@ def test_matches_plain_torch(play: Play, name: str, dtype: torch.dtype, quickly:
         tensors[3] = tensors[3][:, :1]
     bounds = BOUNDS if form.get("packed") else None
     used = play(parts, quickly)
+    plans = forget_plans(monkeypatch, "selective_scan", quickly)
     for _ in range(2):  # planned, and found again
         compare(results(tensors, bounds, call), tensors, bounds, dtype)
     adjoint = ["adjoint"] if parts > 1 else []
     assert used == ["forward", *adjoint, "backward"] * 2
-    assert [kind is not None for kind in fast._kinds.values()] == [True] * quickly
+    assert [[plan is not None for plan in each] for each in plans] == [[True] * quickly] * 2
 
 
 def test_the_final_state_is_made_if_it_is_asked_for(play: Play) -> None:
@@ -163,8 +166,9 @@ def test_nothing_is_kept_that_nobody_needs(play: Play, monkeypatch: pytest.Monke
     assert seen == [(False, False), (True, False), (False, True)]
 
 
-def test_what_the_fast_path_leaves_to_others(play: Play) -> None:
+def test_what_the_fast_path_leaves_to_others(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     play()
+    plans, _ = forget_plans(monkeypatch, "selective_scan")
     tensors = drawn(torch.float32)
     tensors[1] = tensors[1].abs()  # step sizes, so that states decay
     with pytest.raises(TypeError, match=r"A has dtype torch\.float64"):
@@ -173,14 +177,14 @@ def test_what_the_fast_path_leaves_to_others(play: Play) -> None:
         selective_scan(*tensors[:5], backend="fast")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="delta_softplus is 1; it must be a bool"):
         selective_scan(*tensors[:5], delta_softplus=1)  # type: ignore[arg-type]
-    assert not fast._kinds
+    assert not plans
     narrow = [tensors[0], tensors[1].bfloat16(), *tensors[2:5]]
     wide = [t.double() for t in narrow]
     assert relative_error(selective_scan(*narrow), reference.forward(*wide)[0]) <= 2e-6
     wide, bounds = [t.double() for t in tensors[:5]], BOUNDS.int()
     out = selective_scan(*tensors[:5], cu_seqlens=bounds)
     assert relative_error(out, reference.forward(*wide, cu_seqlens=bounds)[0]) <= 2e-6
-    assert set(fast._kinds.values()) == {None}
+    assert set(plans) == {None}
 
 
 def test_derivatives_of_derivatives_of_the_fast_path(play: Play) -> None:

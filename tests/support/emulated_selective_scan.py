@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -10,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry.kernels.selective_scan.spec import FAMILY
-from scan_registry.ops import selective_scan_fast as fast
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
@@ -39,13 +38,10 @@ def player(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, folder: P
             return run
 
         monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
-        if not quickly:
-            module = importlib.import_module("scan_registry.ops.selective_scan")
-            monkeypatch.setattr(module, "fast_scan", lambda *_: None)
         monkeypatch.setattr(plans, "_prepared", prepared)
         monkeypatch.setattr(plans, "parts_of", lambda *_: parts)
         monkeypatch.setattr(plans, "plan_cache", PlanCache())
-        monkeypatch.setattr(fast, "_kinds", {})
+        forget_plans(monkeypatch, "selective_scan", quickly)
         return used
 
     return start

@@ -3,12 +3,12 @@ calls to try it on."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import gated_scan
@@ -16,7 +16,6 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.cases import solved
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import POINTERS, GatedScanProblem
-from scan_registry.ops import gated_scan_fast as fast
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
@@ -102,10 +101,7 @@ def played(monkeypatch: pytest.MonkeyPatch, quickly: bool) -> list[GatedScanProb
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "_prepared", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(fast, "_kinds", {})
-    if not quickly:
-        module = importlib.import_module("scan_registry.ops.gated_scan")
-        monkeypatch.setattr(module, "fast_scan", lambda *_: None)
+    forget_plans(monkeypatch, "gated_scan", quickly)
     return found
 
 

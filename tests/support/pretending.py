@@ -13,6 +13,7 @@ from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.nn import torch_cells
 from scan_registry.ops import rnn_layer, rnn_plans
+from scan_registry.ops.call import fast_path
 
 
 class SequenceKernel:
@@ -129,7 +130,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(rnn_plans, "_prepared", prepared)
     monkeypatch.setattr(rnn_layer, "on_gpu", lambda tensor: True)
     monkeypatch.setattr("scan_registry.nn.recurrent.on_gpu", lambda tensor: True)
-    monkeypatch.setattr(rnn_layer, "_layers", {})
+    monkeypatch.setattr(rnn_layer, "_fast", fast_path(rnn_layer._plan_call))
     monkeypatch.setattr(torch_cells, "takes", lambda *_: False)  # which are the CPU's
     torch.manual_seed(0)
     return runs

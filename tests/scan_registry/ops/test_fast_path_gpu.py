@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scan_registry import linear_scan
-from scan_registry.ops import fast_path
+from scan_registry.ops import derivatives
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ def test_both_roads_agree(
     short: list[Any] = []
 
     def noted(*given: Any) -> Any:
-        found = fast_path.fast_scan(*given)
+        found = derivatives.fast_scan(*given)
         short.append(found)
         return found
 

@@ -20,7 +20,7 @@ import ctypes, json
 from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
 import torch
 from scan_registry.hardware import _launcher
-from scan_registry.ops import fast_path
+from scan_registry.ops import call, derivatives, plans
 
 said, status, context = [], 0, 1000
 
@@ -79,7 +79,7 @@ def plan(workspace=None, last=None, **others):
         return made[-1]
     parts = {
         "launch": launch, "places": (0, 2, 1, 5, 3, 4) if last else (0, 2, 1, 5, 3), "empty": empty,
-        "states": ((2, 3), (1, 2), torch.float64), "workspace": workspace, "last": last,
+        "results": (((2, 3), (1, 2), torch.float64), *([last] if last else [])), "workspace": workspace,
         "refuse": lambda status: None, "elsewhere": lambda *tensors: "elsewhere"}
     return made, _launcher.FastLaunch(**{**parts, **others})
 
@@ -90,13 +90,12 @@ found = {}
 
 def scan(made, launch, *others):
     calls = _launcher.FastPath(
-        types=fast_path.PLAIN_TYPES, tensor=torch._C.TensorBase,
-        exchange=torch.Tensor.__dlpack_c_exchange_api__, observers=fast_path.OBSERVERS,
-        backends=("auto",), choice=lambda: None, plan=lambda *call: launch,
-        tracking=lambda: False, record=None)
+        types=call.PLAIN_TYPES, tensor=torch._C.TensorBase,
+        exchange=torch.Tensor.__dlpack_c_exchange_api__, observers=call.OBSERVERS,
+        choice=lambda: None, plan=lambda *request: launch, tracking=lambda: False)
     said.clear()
     try:
-        result = calls.run(gates, tokens, *(others or (None, None)), -1, False, False, "auto")
+        result = calls.run((gates, tokens, *(others or (None, None))), ())
     except Exception as error:
         return [type(error).__name__, str(error)]
     places = {each.data_ptr(): name for name, each in
@@ -138,6 +137,13 @@ found["of fewer tensors"] = scan(*plan(places=(0, 2, 3)))
 found["wrong places"] = wrong(places=(0, 2, 1, 5, 7))
 found["wrong workspace"] = wrong(launch=other)
 found["wrong last"] = wrong(last=3)
+told = []
+context = 1000
+found["recorded"] = scan(*plan(record=lambda *all: told.append(all) or all[0]))
+found["told"] = [each is other for each, other in zip(told[0][1:], (gates, tokens, None, None), strict=True)]
+context = 3000
+scan(*plan(record=lambda *all: told.append(all) or all[0]))
+found["told elsewhere"] = told[1][0]
 found["no places"] = wrong(places=(0,), last=LAST)
 print(json.dumps(found))
 """
@@ -169,8 +175,11 @@ def test_launches(tmp_path: Any) -> None:
     assert found["of fewer tensors"] == ["TypeError", "a launch of 2 tensors"]
     assert found["wrong places"] == "place 7 of 7 pointers"
     assert "workspace" in found["wrong workspace"]
-    assert found["wrong last"] == "last is 3; it must be a tuple or None"
+    assert found["wrong last"].endswith("is no tuple")
     assert found["no places"].startswith("1 places of tensors")
+    assert found["recorded"] == found["plain"]
+    assert found["told"] == [True] * 4
+    assert found["told elsewhere"] == "elsewhere"
 
 
 #: Scans whose launches the kernels of the CPU do, by the values that a launch has. What is planned, launched and returned is
@@ -179,7 +188,7 @@ SCANS = """
 import itertools
 from types import SimpleNamespace
 from scan_registry import linear_scan
-from scan_registry.ops import _cpu, plans
+from scan_registry.ops import _cpu
 from scan_registry.kernels.linear_scan.spec import parameters
 
 problems = []
@@ -202,9 +211,9 @@ class Plan:
         self.launch = _launcher.Launch(context, len(problems), (1, 1, 1), (1, 1, 1), 0, len(pointers),
                                        numbers, 0, -1, 0)
 
-fast_path.prepare = Plan
-fast_path.on_gpu = lambda tensor: True
-fast_path._empty = torch._C._dynamo.guards._empty_strided_cpu
+plans.prepare = Plan
+plans.on_gpu = lambda tensor: True
+call._empty = torch._C._dynamo.guards._empty_strided_cpu
 plans.forward = None  # nothing else may run forwards
 
 def close(one, other, slack):

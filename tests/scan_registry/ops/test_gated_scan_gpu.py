@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, rg_lru
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
-from scan_registry.ops import gated_scan_fast, gated_scan_plans
+from scan_registry.ops import gated_scan_plans
 from scan_registry.ops.launching import PlanCache
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ SHAPES = ((2, 64, 256), (3, 37, 101), (1, 8, 5000), (8, 512, 96), (1, 192, 20000
 @pytest.fixture(autouse=True)
 def _planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_scan_plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(gated_scan_fast, "_kinds", {})
+    forget_plans(monkeypatch, "gated_scan")
 
 
 def drawn(

@@ -23,7 +23,8 @@ from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
-from scan_registry.ops import copies, fast_path, plans
+from scan_registry.ops import call as engine
+from scan_registry.ops import copies, plans
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.linear_scan_bench import Case
@@ -333,16 +334,17 @@ def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runner = plans.runner
     monkeypatch.setattr(plans, "prepare", prepared)
-    monkeypatch.setattr(fast_path, "prepare", prepared)
     problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
     run = plans.runner(problem, torch.device("cuda", 0), "auto")
     assert callable(run)
     states = torch.empty_like(tokens)
     run({"gates": gates, "tokens": tokens, "states": states})
     assert torch.equal(states, expected)
-    monkeypatch.setattr(fast_path, "on_gpu", lambda _: True)
-    monkeypatch.setattr(fast_path, "_empty", torch.empty_strided)
-    launched = fast_path._launch((gates, tokens, None, None), plans.Options(-2), lambda *_: states)
+    monkeypatch.setattr(plans, "on_gpu", lambda _: True)
+    monkeypatch.setattr(engine, "_empty", torch.empty_strided)
+    launched = plans.plan_launch(
+        (gates, tokens, None, None), plans.Options(-2), lambda *_: states, None
+    )
     assert launched is None
     assert requests == [(problem, True)] * 2
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import linear_scan
@@ -104,6 +105,7 @@ def test_gradients_are_those_of_the_other_road(
     expected = gradients()
     summing = Summing(place, reverse)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
     monkeypatch.setattr(plans, "_plan_sums", summing.plan)
     for found, other in zip(gradients(), expected, strict=True):
         assert (found is None) == (other is None)
@@ -118,6 +120,7 @@ def test_gates_that_change_with_time_are_not_summed(
 ) -> None:
     summing = Summing(1, False)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
     monkeypatch.setattr(plans, "_plan_sums", summing.plan)
     leaf = torch.rand(gates, requires_grad=True)
     linear_scan(leaf, torch.randn(3, 13, 8), dim=1).sum().backward()

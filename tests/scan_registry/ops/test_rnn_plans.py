@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 from scan_registry import nn, rnn
@@ -143,6 +144,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setattr(torch_cells, "takes", lambda *_: False)
         monkeypatch.setattr(rnn_plans, "_prepared", prepared)
         monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
+        forget_plans(monkeypatch, "rnn")
         pool = BufferPool()
         monkeypatch.setattr(rnn_plans, "rnn_buffers", pool)
         monkeypatch.setattr(step_buffers, "rnn_buffers", pool)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 from torch import Tensor
 
 import scan_registry
 from scan_registry import selective_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.ops import selective_scan_fast, selective_scan_plans
+from scan_registry.ops import selective_scan_plans
 from scan_registry.ops.launching import PlanCache
 from scan_registry.ops.selective_scan_arguments import Options, normalised
 
@@ -106,9 +107,10 @@ def compare(given: dict[str, Tensor], tolerance: float, **options: Any) -> list[
 
 
 @pytest.fixture(autouse=True)
-def _planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The plans that the fast path makes."""
     monkeypatch.setattr(selective_scan_plans, "plan_cache", PlanCache())
-    monkeypatch.setattr(selective_scan_fast, "_kinds", {})
+    return forget_plans(monkeypatch, "selective_scan")[0]
 
 
 @pytest.mark.parametrize(("sizes", "dtype", "turned", "packed", "parts"), CASES)
@@ -118,6 +120,7 @@ def test_results_and_gradients_and_the_same_in_every_run(
     turned: bool,
     packed: bool,
     parts: int,
+    planned: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if parts:
@@ -129,7 +132,7 @@ def test_results_and_gradients_and_the_same_in_every_run(
     again = results(given, False, backend="cuda", **options)
     for one, other in zip(found, again, strict=True):
         assert torch.equal(one, other)
-    assert any(kind is not None for kind in selective_scan_fast._kinds.values())
+    assert any(plan is not None for plan in planned)
 
 
 @pytest.mark.parametrize("softplus", [False, True], ids=["", "softplus"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from planning import forget_plans
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -88,6 +89,7 @@ def test_the_problem_is_that_of_the_call(
 
     monkeypatch.setattr(plans, "runner", noted)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
     tensors = each.tensors(CPU)
     gates, bounds = tensors["gates"], tensors["offsets"]
     assert gates is not None
