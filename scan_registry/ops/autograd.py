@@ -7,7 +7,7 @@ composed ones compute derivatives of derivatives, forward mode and ``torch.func`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ Gradients = tuple[Tensor | None, ...]
 _is_compiling = torch.compiler.is_compiling
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
+
+
+class Pass(NamedTuple):
+    """A backward pass: what is saved, the gradients of the results, the options, and which gradients are wanted."""
+
+    saved: Tensors
+    grads: Tensors
+    options: Any
+    wanted: Any
 
 
 class Recording:
@@ -84,9 +93,9 @@ class Recorded(Function):
         if all(grad is None for grad in grads):
             return (None,) * len(needs)
         saved = family.restored(ctx.saved_tensors)
-        grads = family.with_zeros(ctx, saved, grads)
         wanted = needs[2 : len(needs) - family.others]
-        found = family.first_derivative(saved, grads, options, wanted, recording.required)
+        back = Pass(saved, family.with_zeros(ctx, saved, grads), options, wanted)
+        found = family.first_derivative(back, recording.required)
         return None, None, *found, *(None,) * family.others
 
 
@@ -101,6 +110,21 @@ class Derivatives:
     trains   whether results that are kept for a backward pass are computed on request only
     rules    what maps the operator under ``torch.func``; "" if its composition does, also in forward mode
     node     the function of autograd that calls are recorded as
+
+    A family gives functions of the tensors, the options and whether autograd records the call:
+
+    forward   the results; None for one that is not asked for
+    empty     tensors like them, not computed
+    composed  the results but for those that are kept, of operators that torch differentiates; of tensors and options only
+
+    And functions of a backward pass. All but the first return the gradients that are wanted, and None for others:
+
+    plan_backward      a function of the saved tensors and the results' gradients; None if ``backward`` has to compute it
+    backward           by the plan
+    empty_gradients    tensors like the gradients, not computed
+    composed_backward  of operators that torch differentiates
+
+    ``saved`` returns what the backward pass needs, from autograd's context, the tensors and the results.
     """
 
     options: Any
@@ -120,47 +144,14 @@ class Derivatives:
         self.backward_path = fast_path(self._plan_of_backward)
 
     # What a family gives.
-
-    def forward(self, tensors: Tensors, options: Any, training: bool) -> Tensors:
-        """The results; None for one that is not asked for."""
-        raise NotImplementedError
-
-    def empty(self, tensors: Tensors, options: Any, training: bool) -> Tensors:
-        """Tensors like the results, not computed."""
-        raise NotImplementedError
-
-    def composed(self, tensors: Tensors, options: Any) -> Tensors:
-        """The results but for those that are kept, of operators that torch differentiates."""
-        raise NotImplementedError
-
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Callable[..., Gradients] | None:
-        """The plan of the first derivative: a function of the saved tensors and the gradients of the results.
-        None if ``backward`` has to compute it."""
-        raise NotImplementedError
-
-    def backward(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        """The gradients that are wanted, None for others."""
-        raise NotImplementedError
-
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        """Tensors like the gradients that are wanted, not computed."""
-        raise NotImplementedError
-
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        """The gradients that are wanted, of operators that torch differentiates."""
-        raise NotImplementedError
-
-    def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
-        """What the backward pass needs."""
-        raise NotImplementedError
+    forward: Callable[[Tensors, Any, bool], Tensors]
+    empty: Callable[[Tensors, Any, bool], Tensors]
+    composed: Callable[[Tensors, Any], Tensors]
+    saved: Callable[[Any, Tensors, Any], Tensors]
+    plan_backward: Callable[[Pass], Callable[..., Gradients] | None]
+    backward: Callable[[Pass], Gradients]
+    empty_gradients: Callable[[Pass], Gradients]
+    composed_backward: Callable[[Pass], Gradients]
 
     # What a family may do otherwise.
 
@@ -184,9 +175,9 @@ class Derivatives:
         """The tensors of a call or of its backward pass that derivatives go through."""
         return tensors[: len(tensors) - self.others]
 
-    def differentiated(self, saved: Tensors, grads: Tensors) -> Tensors:
+    def differentiated(self, back: Pass) -> Tensors:
         """The tensors of a backward pass that derivatives of derivatives go through."""
-        return *self.inputs(saved[: len(saved) - self.kept]), *grads
+        return *self.inputs(back.saved[: len(back.saved) - self.kept]), *back.grads
 
     def flat(self, options: Any) -> tuple[Any, ...]:
         """The options as numbers, bools and strings."""
@@ -206,18 +197,16 @@ class Derivatives:
         training = others.pop() if self.trains else False
         return tensors, self.unflat(others), training
 
-    def backward_joined(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Tensors:
+    def backward_joined(self, back: Pass) -> Tensors:
         """The arguments of the registered operator's backward pass."""
-        return *saved, *grads, *self.flat(options), [*wanted]
+        return *back.saved, *back.grads, *self.flat(back.options), [*back.wanted]
 
-    def backward_split(self, args: Sequence[Any]) -> tuple[Tensors, Tensors, Any, tuple[bool, ...]]:
+    def backward_split(self, args: Sequence[Any]) -> Pass:
         """The inverse of ``backward_joined``."""
         saved = self.tensors + self.kept
         count = saved + self.grads
         options, wanted = self.unflat(args[count:-1]), tuple(args[-1])
-        return tuple(args[:saved]), tuple(args[saved:count]), options, wanted
+        return Pass(tuple(args[:saved]), tuple(args[saved:count]), options, wanted)
 
     # Calls.
 
@@ -240,26 +229,19 @@ class Derivatives:
         training = self.trains and not tracing and _enabled() and wants_gradient(*tensors)
         return self.asked_for(self.op(*self.joined(tensors, options, training)), options)
 
-    def first_derivative(
-        self,
-        saved: Tensors,
-        grads: Tensors,
-        options: Any,
-        wanted: tuple[bool, ...],
-        required: Tier | None,
-    ) -> Gradients:
+    def first_derivative(self, back: Pass, required: Tier | None) -> Gradients:
         """The gradients that are wanted, under what ``required`` was in the forward pass; in what compiled autograd traces,
         under what it is when the graph runs. They are differentiable where derivatives are recorded."""
         if _is_compiling():  # by compiled autograd, which knows of no context variables
-            return self.derivative(saved, grads, options, wanted)
+            return self.derivative(back)
         if not _enabled() and unwatched():
             level = None if required is None else int(required)
-            of_pass = level, len(wanted), *wanted, *self.flat(options)
-            found: Gradients | None = self.backward_path((*saved, *grads), of_pass)
+            options = level, len(back.wanted), *back.wanted, *self.flat(back.options)
+            found: Gradients | None = self.backward_path((*back.saved, *back.grads), options)
             if found is not None:
                 return found
         with policy.as_required(required):
-            return self.derivative(saved, grads, options, wanted)
+            return self.derivative(back)
 
     def _plan_of_backward(self, recorded: bool, tensors: Tensors, options: Tensors) -> Any:
         if recorded:
@@ -267,23 +249,22 @@ class Derivatives:
         required, count, *others = options
         saved = len(tensors) - self.grads
         how, wanted = self.unflat(others[count:]), tuple(others[:count])
+        back = Pass(tensors[:saved], tensors[saved:], how, wanted)
         with policy.as_required(None if required is None else Tier(required)), torch.no_grad():
-            return self.plan_backward(tensors[:saved], tensors[saved:], how, wanted)
+            return self.plan_backward(back)
 
-    def derivative(
-        self, saved: Tensors, grads: Tensors, options: Any, wanted: tuple[bool, ...]
-    ) -> Gradients:
+    def derivative(self, back: Pass) -> Gradients:
         """The gradients that are wanted, by the plan, the registered operator or the composition."""
-        every = self.differentiated(saved, grads)
+        every = self.differentiated(back)
         again = (_enabled() and wants_gradient(*every)) or transforms_active()
         if again or (not _is_compiling() and has_tangents(*every)):
-            return self.composed_backward(saved, grads, options, wanted)
-        if not _is_compiling() and unobserved(*saved, *grads):
-            return self.backward(saved, grads, options, wanted)
+            return self.composed_backward(back)
+        if not _is_compiling() and unobserved(*back.saved, *back.grads):
+            return self.backward(back)
         if not _is_compiling():
             flops.announce()
-        found = self.backward_op(*self.backward_joined(saved, grads, options, wanted))
-        return tuple([g if want else None for g, want in zip(found, wanted, strict=True)])
+        found = self.backward_op(*self.backward_joined(back))
+        return tuple([g if want else None for g, want in zip(found, back.wanted, strict=True)])
 
     # The operators of torch.
 
@@ -341,37 +322,34 @@ class Derivatives:
 
     def backward_on_device(self, *args: Any) -> Any:
         """The kernel of the operator's backward pass."""
-        split = self.backward_split(args)
-        return self.together(self.backward(*split), split[1])
+        back = self.backward_split(args)
+        return self.together(self.backward(back), back)
 
     def backward_on_meta(self, *args: Any) -> Any:
         """What the results of the operator's backward pass are like."""
-        split = self.backward_split(args)
-        return self.together(self.empty_gradients(*split), split[1])
+        back = self.backward_split(args)
+        return self.together(self.empty_gradients(back), back)
 
     def backward_on_composed(self, *args: Any) -> Any:
         """The operator's backward pass of others, which torch differentiates and transforms."""
-        split = self.backward_split(args)
-        return self.together(self.composed_backward(*split), split[1])
+        back = self.backward_split(args)
+        return self.together(self.composed_backward(back), back)
 
     def backward_under_autograd(self, *args: Any) -> Any:
         """The operator's backward pass where derivatives may be recorded."""
-        saved, grads, *_ = self.backward_split(args)
-        every = self.differentiated(saved, grads)
+        every = self.differentiated(self.backward_split(args))
         again = _enabled() and wants_gradient(*every)
         if again or transforms_active() or has_tangents(*every):
             return self.backward_on_composed(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self.backward_op(*args)
 
-    def together(self, gradients: Sequence[Tensor | None], grads: Tensors) -> Any:
-        """Operators return tensors; an empty one stands for none."""
-        model = next(grad for grad in grads if grad is not None)
-        return tuple([model.new_empty(0) if g is None else g for g in gradients])
+    def together(self, gradients: Sequence[Tensor | None], back: Pass) -> Any:
+        """The gradients as operators return them."""
+        return _present(gradients, next(grad for grad in back.grads if grad is not None))
 
 
-def _present(results: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+def _present(results: Sequence[Tensor | None], model: Tensor | None = None) -> tuple[Tensor, ...]:
     """Operators return tensors; an empty one stands for none."""
-    first = results[0]
-    assert first is not None
-    return tuple([first.new_empty(0) if each is None else each for each in results])
+    like: Any = results[0] if model is None else model
+    return tuple([like.new_empty(0) if each is None else each for each in results])

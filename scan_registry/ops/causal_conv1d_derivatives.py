@@ -19,7 +19,7 @@ from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.ops import causal_conv1d_plans as plans
 from scan_registry.ops import flops
 from scan_registry.ops.arguments import refuse_mapped
-from scan_registry.ops.autograd import Derivatives, Gradients, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path, unobserved, unwatched
 from scan_registry.ops.causal_conv1d_arguments import (
     Arguments,
@@ -69,43 +69,37 @@ class _Derivatives(Derivatives):
         y_grad, last_grad = grads
         return torch.zeros_like(saved[0]) if y_grad is None else y_grad, last_grad
 
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: Any
-    ) -> Callable[..., Any]:
-        return plans.plan_backward(*saved, *grads, options, wanted)
+    def plan_backward(self, back: Pass) -> Callable[..., Any]:
+        return plans.plan_backward(*back.saved, *back.grads, back.options, back.wanted)
 
-    def backward(self, saved: Tensors, grads: Tensors, options: Options, wanted: Any) -> Gradients:
-        return plans.backward(Arguments(*saved), grads[0], grads[1], options, wanted)
+    def backward(self, back: Pass) -> Gradients:
+        grads = back.grads[0], back.grads[1]
+        return plans.backward(Arguments(*back.saved), *grads, back.options, back.wanted)
 
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        x, weight, *_ = saved
+    def empty_gradients(self, back: Pass) -> Gradients:
+        x, weight, *_ = back.saved
         made = (
             torch.empty_like(x),
             weight.new_empty(weight.shape),
             weight.new_empty(weight.shape[0]),
-            x.new_empty(plans.state_shape(Arguments(*saved))),
+            x.new_empty(plans.state_shape(Arguments(*back.saved))),
         )
-        return tuple(each if want else None for each, want in zip(made, wanted, strict=True))
+        return tuple(each if want else None for each, want in zip(made, back.wanted, strict=True))
 
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: Any
-    ) -> Gradients:
-        x, weight, bias, state, seq_idx, bounds = saved
-        runs = reference.Runs(seq_idx, bounds)
-        found = reference.backward(x, weight, bias, state, grads[0], grads[1], runs, options.silu)
-        return plans.narrowed(Arguments(*saved), found, wanted)
+    def composed_backward(self, back: Pass) -> Gradients:
+        x, weight, bias, state, seq_idx, bounds = back.saved
+        runs, grads = reference.Runs(seq_idx, bounds), (back.grads[0], back.grads[1])
+        found = reference.backward(x, weight, bias, state, *grads, runs, back.options.silu)
+        return plans.narrowed(Arguments(*back.saved), found, back.wanted)
 
-    def backward_joined(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Tensors:
-        return *saved, *grads, options.silu, options.backend, [*wanted]
+    def backward_joined(self, back: Pass) -> Tensors:
+        silu, _, backend = back.options
+        return *back.saved, *back.grads, silu, backend, [*back.wanted]
 
-    def backward_split(self, args: Sequence[Any]) -> Any:
+    def backward_split(self, args: Sequence[Any]) -> Pass:
         *tensors, silu, backend, wanted = args
         options = Options(silu, False, backend)
-        return tuple(tensors[:6]), tuple(tensors[6:]), options, tuple(wanted)
+        return Pass(tuple(tensors[:6]), tuple(tensors[6:]), options, tuple(wanted))
 
 
 OPERATOR = _Derivatives()

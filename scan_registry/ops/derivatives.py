@@ -19,7 +19,7 @@ from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import plans
 from scan_registry.ops.arguments import Options, normalised
-from scan_registry.ops.autograd import Derivatives, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import (
     PLAIN_TYPES,
     fast_path,
@@ -121,59 +121,49 @@ class _Derivatives(Derivatives):
             states_grad = saved[0].new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
         return states_grad, last_grad
 
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Callable[..., Any]:
-        gates, states, initial_state, cu_seqlens = saved
-        given = gates, states, initial_state, cu_seqlens, grads[0], grads[1]
-        return plans.plan_backward(*given, options, wanted)  # type: ignore[arg-type]
+    def plan_backward(self, back: Pass) -> Callable[..., Any]:
+        gates, states, initial_state, cu_seqlens = back.saved
+        tensors = gates, states, initial_state, cu_seqlens, back.grads[0], back.grads[1]
+        return plans.plan_backward(*tensors, back.options, back.wanted)
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        return plans.backward(*_in_order(saved, grads), options, wanted)  # type: ignore[arg-type]
+    def backward(self, back: Pass) -> Gradients:
+        return plans.backward(*_in_order(back), back.options, back.wanted)
 
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> tuple[Tensor | None, ...]:
-        gates, states, _, bounds = saved
-        model = grads[0] if states is None else states
+    def empty_gradients(self, back: Pass) -> tuple[Tensor | None, ...]:
+        gates, states, _, bounds = back.saved
+        model = back.grads[0] if states is None else states
         made = (
             gates.new_empty(gates.shape)
             if not same_shape(gates.shape, model.shape)
             else torch.empty_like(model, dtype=gates.dtype),
             torch.empty_like(model),
-            StateLayout.of(model, options.dim, bounds).empty(),
+            StateLayout.of(model, back.options.dim, bounds).empty(),
         )
-        return tuple(each if want else None for each, want in zip(made, wanted, strict=True))
+        return tuple(each if want else None for each, want in zip(made, back.wanted, strict=True))
 
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        return differentiable_backward(*_in_order(saved, grads), options, wanted)  # type: ignore[arg-type]
+    def composed_backward(self, back: Pass) -> Gradients:
+        return differentiable_backward(*_in_order(back), back.options, back.wanted)
 
-    def backward_joined(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Tensors:
-        tensors = _in_order(saved, grads)
-        return *tensors, options.dim, options.reverse, options.backend, [*wanted]
+    def backward_joined(self, back: Pass) -> Tensors:
+        dim, reverse, _, backend = back.options
+        return *_in_order(back), dim, reverse, backend, [*back.wanted]
 
-    def backward_split(self, args: Sequence[Any]) -> Any:
+    def backward_split(self, args: Sequence[Any]) -> Pass:
         *tensors, dim, reverse, backend, wanted = args
-        return *_apart(*tensors), Options(dim, reverse, False, backend), tuple(wanted)
+        return _in_pass(tensors, Options(dim, reverse, False, backend), tuple(wanted))
 
 
-def _in_order(saved: Tensors, grads: Tensors) -> Differentiated:
+def _in_order(back: Pass) -> Differentiated:
     """The tensors of a backward pass, as functions and the registered operator take them."""
-    gates, states, initial_state, cu_seqlens = saved
-    return gates, states, grads[0], initial_state, grads[1], cu_seqlens
+    gates, states, initial_state, cu_seqlens = back.saved
+    return gates, states, back.grads[0], initial_state, back.grads[1], cu_seqlens
 
 
-def _apart(
-    gates: Any, states: Any, states_grad: Any, initial_state: Any, last_grad: Any, cu_seqlens: Any
-) -> tuple[Tensors, Tensors]:
+def _in_pass(tensors: Tensors, options: Options, wanted: Any) -> Pass:
     """The inverse of ``_in_order``."""
-    return (gates, states, initial_state, cu_seqlens), (states_grad, last_grad)
+    gates, states, states_grad, initial_state, last_grad, cu_seqlens = tensors
+    saved = gates, states, initial_state, cu_seqlens
+    return Pass(saved, (states_grad, last_grad), options, wanted)
 
 
 OPERATOR = _Derivatives()
@@ -194,7 +184,8 @@ def first_derivative(
     tensors: Differentiated, options: Options, wanted: Wanted, required: Tier | None
 ) -> Gradients:
     """The gradients that are wanted: see ``Derivatives.first_derivative``."""
-    return OPERATOR.first_derivative(*_apart(*tensors), options, wanted, required)  # type: ignore[return-value]
+    back = _in_pass(tensors, options, wanted)
+    return OPERATOR.first_derivative(back, required)  # type: ignore[return-value]
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Any:

@@ -17,7 +17,7 @@ from scan_registry.base.environment import flag
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.ops import gated_scan_composed as composed
 from scan_registry.ops import gated_scan_plans as plans
-from scan_registry.ops.autograd import Derivatives, Gradients, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.gated_scan_arguments import RANGES, Arguments, Options, normalised
 from scan_registry.ops.problems import StateLayout, lying_as_new
@@ -51,40 +51,29 @@ class _Derivatives(Derivatives):
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
         return *tensors, results[0]
 
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Callable[..., Gradients] | None:
-        if _is_misaligned(saved[-3]):
+    def plan_backward(self, back: Pass) -> Callable[..., Gradients] | None:
+        if _is_misaligned(back.saved[-3]):
             return None
-        return plans.make_backward(*saved, *grads, options, wanted)
+        return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        given = Arguments.of(options.kind, saved[:-1])
-        return plans.backward(given, saved[-1], grads[0], grads[1], options, wanted)
+    def backward(self, back: Pass) -> Gradients:
+        given = Arguments.of(back.options.kind, back.saved[:-1])
+        grads = back.grads[0], back.grads[1]
+        return plans.backward(given, back.saved[-1], *grads, back.options, back.wanted)
 
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        pairs = zip(self.inputs(saved[:-1]), wanted, strict=True)
+    def empty_gradients(self, back: Pass) -> Gradients:
+        pairs = zip(self.inputs(back.saved[:-1]), back.wanted, strict=True)
         return tuple(torch.empty_like(t) if t is not None and want else None for t, want in pairs)
 
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
+    def composed_backward(self, back: Pass) -> Gradients:
         with torch.enable_grad():
-            given = Arguments.of(options.kind, saved[:-1])
-            return composed.backward(given, options, grads[0], grads[1], wanted)
+            return _composed(back)
 
-    def derivative(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        if not _is_compiling() and any(g is not None and _is_legacy_batched(g) for g in grads):
+    def derivative(self, back: Pass) -> Gradients:
+        if not _is_compiling() and any(g is not None and _is_legacy_batched(g) for g in back.grads):
             # ``is_grads_batched`` cannot map over operators that return a list.
-            given = Arguments.of(options.kind, saved[:-1])
-            return composed.backward(given, options, grads[0], grads[1], wanted)
-        return super().derivative(saved, grads, options, wanted)
+            return _composed(back)
+        return super().derivative(back)
 
     def joined(self, tensors: Tensors, options: Options, training: bool) -> Tensors:
         kind, *others = options
@@ -97,26 +86,28 @@ class _Derivatives(Derivatives):
         flat = *inputs, *parameters, initial_state, reset, cu_seqlens
         return flat, Options(kind, *others), False
 
-    def backward_joined(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Tensors:
-        *tensors, dim, reverse, _, backend = self.joined(saved[:-1], options, True)
-        return *tensors, saved[-1], *grads, dim, reverse, backend, [*wanted]
+    def backward_joined(self, back: Pass) -> Tensors:
+        *tensors, dim, reverse, _, backend = self.joined(back.saved[:-1], back.options, True)
+        return *tensors, back.saved[-1], *back.grads, dim, reverse, backend, [*back.wanted]
 
-    def backward_split(self, args: Sequence[Any]) -> Any:
+    def backward_split(self, args: Sequence[Any]) -> Pass:
         states, states_grad, last_grad, dim, reverse, backend, wanted = args[6:]
         final = last_grad is not None
         flat, options, _ = self.split((*args[:6], dim, reverse, final, backend))
-        return (*flat, states), (states_grad, last_grad), options, tuple(wanted)
+        return Pass((*flat, states), (states_grad, last_grad), options, tuple(wanted))
 
     def backward_on_device(self, *args: Any) -> Any:
-        saved, grads, options, wanted = self.backward_split(args)
-        found = self.backward(saved, grads, options, wanted)
-        pairs = zip(self.inputs(saved[:-1]), found, strict=True)
-        return self.together([None if g is None else lying_as_new(t, g) for t, g in pairs], grads)
+        back = self.backward_split(args)
+        pairs = zip(self.inputs(back.saved[:-1]), self.backward(back), strict=True)
+        return self.together([None if g is None else lying_as_new(t, g) for t, g in pairs], back)
 
-    def together(self, gradients: Sequence[Tensor | None], grads: Tensors) -> Any:
-        return [*super().together(gradients, grads)]
+    def together(self, gradients: Sequence[Tensor | None], back: Pass) -> Any:
+        return [*super().together(gradients, back)]
+
+
+def _composed(back: Pass) -> Gradients:
+    given = Arguments.of(back.options.kind, back.saved[:-1])
+    return composed.backward(given, back.options, back.grads[0], back.grads[1], back.wanted)
 
 
 OPERATOR = _Derivatives()

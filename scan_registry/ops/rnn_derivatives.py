@@ -15,7 +15,7 @@ from torch import Tensor
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import SIZES, Clips
 from scan_registry.ops import rnn_plans
-from scan_registry.ops.autograd import Derivatives, Gradients, Recorded, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
 from scan_registry.ops.call import wants_gradient
 from scan_registry.ops.rnn_arguments import Arguments, Options
 from scan_registry.ops.rnn_plans import Outputs
@@ -75,81 +75,68 @@ class _Derivatives(Derivatives):
         states_grad, *others = grads
         return torch.zeros_like(saved[2]) if states_grad is None else states_grad, *others
 
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Callable[..., Gradients] | None:
-        if grads[2] is not None:
+    def plan_backward(self, back: Pass) -> Callable[..., Gradients] | None:
+        if back.grads[2] is not None:
             return None
-        run = rnn_plans.plan_backward(*(*_in_order(saved, grads), options))
+        run = rnn_plans.plan_backward(*(*_in_order(back), back.options))
 
         def plan(*tensors: Any) -> Gradients:
-            saved, grads = tensors[:6], tensors[6:]
-            found = rnn_plans.within_memory(run, *_in_order(saved, grads))
-            return _of_arguments(found, saved, options, wanted)
+            here = back._replace(saved=tensors[:6], grads=tensors[6:])
+            return _of_arguments(rnn_plans.within_memory(run, *_in_order(here)), here)
 
         return plan
 
-    def backward(self, saved: Tensors, grads: Tensors, options: Options, wanted: Any) -> Gradients:
-        *tensors, reset, reset_states = _in_order(saved, grads)
-        return _three(rnn_plans.backward(*(*tensors, options, reset, reset_states)))
+    def backward(self, back: Pass) -> Gradients:
+        *tensors, reset, reset_states = _in_order(back)
+        return _three(rnn_plans.backward(*(*tensors, back.options, reset, reset_states)))
 
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: Any
-    ) -> Gradients:
-        from_given = saved[5] is not None
-        return _three(rnn_plans.empty_gradients(saved[2], options.function, from_given))
+    def empty_gradients(self, back: Pass) -> Gradients:
+        states, from_given = back.saved[2], back.saved[5] is not None
+        return _three(rnn_plans.empty_gradients(states, back.options.function, from_given))
 
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: Any
-    ) -> Gradients:
-        differentiated = torch.is_grad_enabled() and wants_gradient(
-            *self.differentiated(saved, grads)
-        )
-        if differentiated and options.clips != Clips():
+    def composed_backward(self, back: Pass) -> Gradients:
+        differentiated = torch.is_grad_enabled() and wants_gradient(*self.differentiated(back))
+        if differentiated and back.options.clips != Clips():
             raise RuntimeError(
                 "forward_clipval, gradient_recurrent_clipval and gradient_recurrent_cut change what "
                 "gradients are, and those have no derivatives: create_graph does not go with them"
             )
-        recurrent, initial, states, cache, *resets = saved
+        recurrent, initial, states, cache, *resets = back.saved
         if states.numel() == 0:
-            return self.backward(saved, grads, options, wanted)
-        states_grad, last_grad, cache_grad = grads
+            return self.backward(back)
+        states_grad, last_grad, cache_grad = back.grads
         kept = rnn_plans.kept(cache, states)
         return _three(reference.backward(
-            options.function, recurrent, states, initial, kept, states_grad, last_grad, options.clips,
+            back.options.function, recurrent, states, initial, kept, states_grad, last_grad, back.options.clips,
             cache_grad, *resets,
         ))  # fmt: skip
 
-    def differentiated(self, saved: Tensors, grads: Tensors) -> Tensors:
-        return *saved, *grads[:2]
+    def differentiated(self, back: Pass) -> Tensors:
+        return *back.saved, *back.grads[:2]
 
-    def derivative(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        states_grad, last_grad, cache_grad = grads
+    def derivative(self, back: Pass) -> Gradients:
+        states_grad, last_grad, cache_grad = back.grads
         if cache_grad is not None and cache_grad.numel():
-            found = self.composed_backward(saved, grads, options, None)
-        else:
-            some = True, True, saved[5] is not None
-            found = super().derivative(saved, (states_grad, last_grad, None), options, some)
-        return _of_arguments(found, saved, options, wanted)
+            return _of_arguments(self.composed_backward(back), back)
+        wanted = True, True, back.saved[5] is not None
+        grads = states_grad, last_grad, None
+        return _of_arguments(super().derivative(back._replace(grads=grads, wanted=wanted)), back)
 
-    def backward_joined(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: Any
-    ) -> Tensors:
-        recurrent, initial, states, cache, *resets = saved
-        return recurrent, states, initial, *resets, cache, *grads[:2], *options.flat()
+    def backward_joined(self, back: Pass) -> Tensors:
+        recurrent, initial, states, cache, *resets = back.saved
+        of_results = back.grads[:2]
+        return recurrent, states, initial, *resets, cache, *of_results, *back.options.flat()
 
-    def backward_split(self, args: Sequence[Any]) -> Any:
+    def backward_split(self, args: Sequence[Any]) -> Pass:
         recurrent, states, initial, reset, reset_states, cache, grad, final, *flat = args
         saved = recurrent, initial, states, cache, reset, reset_states
-        return saved, (grad, final, None), Options.of(*flat), None
+        return Pass(saved, (grad, final, None), Options.of(*flat), None)
 
 
-def _in_order(saved: Tensors, grads: Tensors) -> tuple[Any, ...]:
+def _in_order(back: Pass) -> tuple[Any, ...]:
     """The tensors of ``rnn_plans.backward``."""
-    recurrent, initial, states, cache, *resets = saved
-    return recurrent, states, initial, cache, *grads[:2], *resets
+    recurrent, initial, states, cache, *resets = back.saved
+    return recurrent, states, initial, cache, *back.grads[:2], *resets
 
 
 def _three(gradients: Sequence[Tensor]) -> Gradients:
@@ -157,14 +144,12 @@ def _three(gradients: Sequence[Tensor]) -> Gradients:
     return *gradients, *[None] * (3 - len(gradients))
 
 
-def _of_arguments(
-    found: Sequence[Any], saved: Tensors, options: Options, wanted: tuple[bool, ...]
-) -> Gradients:
+def _of_arguments(found: Sequence[Any], back: Pass) -> Gradients:
     """The gradients of ``Arguments``, from those that the registered backward pass computes."""
-    _, initial, states, _, reset, reset_states = saved
+    (_, initial, states, _, reset, reset_states), wanted = back.saved, back.wanted
     gates_grad, initial_grad, *more = found
     of_inputs, of_recurrent, of_bias = reference.parameter_grads(
-        options.function, gates_grad, states, initial, (wanted[1], wanted[2]), reset, reset_states
+        back.options.function, gates_grad, states, initial, wanted[1:3], reset, reset_states
     )
     return (
         of_inputs if wanted[0] else None,

@@ -16,7 +16,7 @@ from torch import Tensor
 from scan_registry.base.environment import flag
 from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.autograd import Derivatives, Gradients, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.problems import lying_as_new
 from scan_registry.ops.selective_scan_arguments import (
@@ -74,56 +74,48 @@ class _Derivatives(Derivatives):
         out_grad, last_grad = grads
         return torch.zeros_like(saved[0]) if out_grad is None else out_grad, last_grad
 
-    def plan_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Callable[..., Gradients]:
-        return plans.make_backward(*saved, *grads, options, wanted)
+    def plan_backward(self, back: Pass) -> Callable[..., Gradients]:
+        return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        *tensors, checkpoints = saved
-        return plans.backward(Arguments(*tensors), checkpoints, grads[0], grads[1], options, wanted)
+    def backward(self, back: Pass) -> Gradients:
+        *tensors, checkpoints = back.saved
+        given, grads = Arguments(*tensors), (back.grads[0], back.grads[1])
+        return plans.backward(given, checkpoints, *grads, back.options, back.wanted)
 
-    def empty_gradients(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        made = [
+    def empty_gradients(self, back: Pass) -> Gradients:
+        sequence, pairs = back.saved[0], zip(back.saved[:_DIFFERENTIABLE], back.wanted, strict=True)
+        return tuple(
             None
             if t is None or not want
-            else torch.empty_like(saved[0])
+            else torch.empty_like(sequence)
             if place in _SEQUENCES
             else t.new_empty(t.shape)
-            for place, (t, want) in enumerate(zip(saved[:_DIFFERENTIABLE], wanted, strict=True))
-        ]
-        return tuple(made)
+            for place, (t, want) in enumerate(pairs)
+        )
 
-    def composed_backward(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
+    def composed_backward(self, back: Pass) -> Gradients:
+        given, grads = Arguments(*back.saved[:-1]), (back.grads[0], back.grads[1])
         with torch.enable_grad():
-            return composed.backward(Arguments(*saved[:-1]), options, grads[0], grads[1], wanted)
+            return composed.backward(given, back.options, *grads, back.wanted)
 
-    def derivative(
-        self, saved: Tensors, grads: Tensors, options: Options, wanted: tuple[bool, ...]
-    ) -> Gradients:
-        given = Arguments(*saved[:-1])
-        found = super().derivative((*grouped(given), saved[-1]), grads, options, wanted)
+    def derivative(self, back: Pass) -> Gradients:
+        given = Arguments(*back.saved[:-1])
+        found = super().derivative(back._replace(saved=(*grouped(given), back.saved[-1])))
         return plans.in_shapes(given, found)
 
     def backward_on_device(self, *args: Any) -> Any:
-        saved, grads, options, wanted = self.backward_split(args)
-        found = [*self.backward(saved, grads, options, wanted)]
+        back = self.backward_split(args)
+        found = [*self.backward(back)]
         for place, grad in enumerate(found):
             if grad is None:
                 continue
             if place in _SECOND_OF_PAIRS:  # outputs of an operator share no memory
                 found[place] = grad.clone(memory_format=torch.contiguous_format)
             elif place in _SEQUENCES:
-                found[place] = lying_as_new(saved[0], grad)
+                found[place] = lying_as_new(back.saved[0], grad)
             else:
                 found[place] = grad.contiguous()
-        return self.together(found, grads)
+        return self.together(found, back)
 
 
 OPERATOR = _Derivatives()
@@ -144,7 +136,8 @@ def first_derivative(
     wanted: tuple[bool, ...],
 ) -> Gradients:
     """The gradients that are wanted, differentiable where derivatives are recorded."""
-    return OPERATOR.derivative((*given, checkpoints), (out_grad, last_grad), options, wanted)
+    back = Pass((*given, checkpoints), (out_grad, last_grad), options, wanted)
+    return OPERATOR.derivative(back)
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[..., Any] | None:

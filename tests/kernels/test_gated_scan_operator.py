@@ -26,6 +26,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
 from scan_registry.kernels.gated_scan.spec import FAMILY
+from scan_registry.ops import derivatives
 from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
