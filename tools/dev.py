@@ -140,6 +140,7 @@ def build_site(environment: Environment) -> int:
     Not quietly: what mkdocs does not print it does not count, and lets pass.
     """
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # the theme's advertisement
+    stage_sources()  # where the settings of the site have them
     command = [environment.python, "-m", "mkdocs", "build", "--strict", "-f", SITE]
     return run("the documentation", command)
 
