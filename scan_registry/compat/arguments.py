@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.checks import refuse_layout
 
 _WIDE = (torch.float64, torch.complex128)
 

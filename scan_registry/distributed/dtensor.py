@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from scan_registry.distributed.layouts import LAYOUTS, Layout
-from scan_registry.ops.layout import dense_strides, memory_order
 from scan_registry.ops.registration import NAMESPACE
+from scan_registry.ops.strides import dense_strides, memory_order
 
 __all__ = ["Layout", "choose", "register"]
 

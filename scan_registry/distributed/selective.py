@@ -26,7 +26,7 @@ from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.ops import selective_scan_plans as plans
-from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.checks import as_bool
 from scan_registry.ops.derivatives import unobserved
 from scan_registry.ops.selective_scan import selective_scan as scan_of_one
 from scan_registry.ops.selective_scan_arguments import Arguments, Options, normalised

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.nn import reset_checks
-from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.checks import refuse_layout
 from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
 from scan_registry.ops.values import are_checked
 

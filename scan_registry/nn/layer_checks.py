@@ -12,7 +12,7 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype
-from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.checks import refuse_layout
 from scan_registry.ops.gated_scan_arguments import check_parameter
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
 from scan_registry.nn.submodules import weights_of
-from scan_registry.ops.arguments import refuse_expanded, refuse_layout
+from scan_registry.ops.checks import refuse_expanded, refuse_layout
 
 if TYPE_CHECKING:
     from scan_registry.nn.mamba import Mamba

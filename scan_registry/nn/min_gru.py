@@ -16,7 +16,7 @@ from scan_registry.nn.layer_checks import (
     check_sizes,
 )
 from scan_registry.nn.submodules import weights_of
-from scan_registry.ops.arguments import as_bool
+from scan_registry.ops.checks import as_bool
 from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.ops.arguments import refuse_layout
+from scan_registry.ops.checks import refuse_layout
 
 
 def check_reset(

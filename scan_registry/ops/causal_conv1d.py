@@ -10,9 +10,9 @@ from torch import Tensor
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.ops import causal_conv1d_derivatives, causal_conv1d_plans
-from scan_registry.ops.arguments import refuse_inference
 from scan_registry.ops.causal_conv1d_arguments import normalised
 from scan_registry.ops.causal_conv1d_plans import KernelCall
+from scan_registry.ops.checks import refuse_inference
 from scan_registry.ops.values import check_range, check_rows
 
 if TYPE_CHECKING:

@@ -13,12 +13,7 @@ from torch import Tensor
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.arguments import (
-    as_bool,
-    check_cu_seqlens,
-    refuse_expanded,
-    refuse_layout,
-)
+from scan_registry.ops.checks import as_bool, check_cu_seqlens, refuse_expanded, refuse_layout
 from scan_registry.ops.values import are_checked
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,6 @@ from scan_registry.base.environment import flag
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.ops import causal_conv1d_plans as plans
 from scan_registry.ops import flops
-from scan_registry.ops.arguments import refuse_mapped
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path, unobserved, unwatched
 from scan_registry.ops.causal_conv1d_arguments import (
@@ -28,6 +27,7 @@ from scan_registry.ops.causal_conv1d_arguments import (
     normalised,
     update_arguments,
 )
+from scan_registry.ops.checks import refuse_mapped
 from scan_registry.ops.registration import register
 from scan_registry.ops.sharded import call_sharded
 

@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from scan_registry.base.symbols import numbers, same_shape, surely
+from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
-from scan_registry.ops.arguments import (
+from scan_registry.ops.checks import (
     as_bool,
     as_index,
     check_cu_seqlens,
     check_initial_state,
+    check_reset,
     refuse_layout,
+    shapes_agree,
 )
 from scan_registry.ops.values import check_range
 
@@ -113,25 +115,6 @@ def channel_values(name: str, value: Any, x: Any, dim: Any) -> Any:
         return torch.empty(0, device=x.device)  # any tensor will do, since ``x`` is refused later
     channels = x.shape[2 if as_index("dim", dim) in (1, -2) else 1]
     return torch.full((channels,), number, dtype=compute_dtype(x.dtype), device=x.device)
-
-
-def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
-    """Raise if ``reset`` is not a bool tensor of ``shape``, which is batch and time, or time alone."""
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"reset must be a torch.Tensor, not {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
-    if reset.dtype != torch.bool:
-        raise TypeError(f"reset has dtype {reset.dtype}; accepted is bool")
-    if reset.device != device:
-        raise ValueError(
-            f"reset is on {reset.device}, the sequences on {device}; they must be on one device"
-        )
-    if not _agree(reset.shape, shape):
-        raise ValueError(
-            f"reset has shape {tuple(reset.shape)}; it must be {tuple(shape)}, "
-            + ("batch and time" if len(shape) == 2 else "time")
-        )
 
 
 def normalised(
@@ -231,7 +214,7 @@ def _check_sequences(sequences: Mapping[str, Tensor]) -> None:
                 f"{name} has dtype {tensor.dtype}, {first} {model.dtype}; all sequences must have one dtype, so "
                 f"convert one of them"
             )
-        if not _agree(tensor.shape, model.shape):
+        if not shapes_agree(tensor.shape, model.shape):
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}, {first} {tuple(model.shape)}; all sequences must have one "
                 "shape"
@@ -250,7 +233,7 @@ def _parameter(name: str, tensor: Tensor, kind: Kind, first: Tensor, options: Op
             "dtypes"
         )
     channels = first.shape[-1 if options.dim == -2 else -2]
-    if not _agree(tensor.shape, (channels,)):
+    if not shapes_agree(tensor.shape, (channels,)):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)}; for {kind.inputs[0]} of shape {tuple(first.shape)} with "
             f"dim={options.dim} it must be ({channels},), one value for each channel"
@@ -263,18 +246,6 @@ def check_parameter(name: str, tensor: Tensor) -> None:
     """Refuse values out of range; allow rounding of 4 eps."""
     if name in RANGES:
         check_range(name, tensor, *RANGES[name], slack=4 * torch.finfo(tensor.dtype).eps)
-
-
-def _agree(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two shapes are the same. Sizes that torch.compile does not know yet are assumed to agree, and checked when the
-    compiled code runs."""
-    one, other = numbers(one), numbers(other)
-    if len(one) != len(other) or any(surely(a != b) for a, b in zip(one, other, strict=True)):
-        return False
-    if not same_shape(one, other):
-        for a, b in zip(one, other, strict=True):
-            torch._check(a == b)
-    return True
 
 
 def _short(dtype: torch.dtype) -> str:

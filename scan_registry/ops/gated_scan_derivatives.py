@@ -20,7 +20,8 @@ from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.gated_scan_arguments import RANGES, Arguments, Options, normalised
-from scan_registry.ops.problems import StateLayout, lying_as_new
+from scan_registry.ops.problems import StateLayout
+from scan_registry.ops.strides import lying_as_new
 
 Outputs = tuple[Tensor, Tensor | None]
 

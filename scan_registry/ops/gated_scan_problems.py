@@ -28,7 +28,8 @@ from scan_registry.ops import arguments, resets
 from scan_registry.ops.gated_scan_arguments import COMPILED, Arguments, Options
 from scan_registry.ops.launching import addresses_of
 from scan_registry.ops.layout import KernelCall as LinearKernelCall
-from scan_registry.ops.problems import StateLayout, as_new, make_kernel_call
+from scan_registry.ops.problems import StateLayout, make_kernel_call
+from scan_registry.ops.strides import as_new
 
 #: An input is copied to the strides of the others only if that takes at most so many times the tensor's own size.
 _MOST_ROOM = 2

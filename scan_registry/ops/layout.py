@@ -55,22 +55,6 @@ class _Axis:
     strides: tuple[int, ...]  # one per tensor
 
 
-def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps for ``shape``, with the dimensions from outermost to innermost as given."""
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        size = shape[dimension]
-        # A symbol of torch.compile stands for a size whose value may not be known yet.
-        step *= max(1, size) if isinstance(size, int) else size
-    return tuple(strides)
-
-
-def memory_order(strides: Sequence[int]) -> list[int]:
-    """The dimensions from outermost to innermost."""
-    return sorted(range(len(strides)), key=lambda d: strides[d], reverse=True)
-
-
 def _fold(axes: list[_Axis]) -> list[_Axis]:
     """Merge neighbours wherever, in every tensor, the outer one steps over whole inner ones. The last
     tensors are dense, and set the order."""

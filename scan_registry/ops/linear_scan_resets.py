@@ -18,7 +18,8 @@ from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops import gated_scan_derivatives, gated_scan_plans, gated_scan_problems, resets
 from scan_registry.ops.arguments import Options
 from scan_registry.ops.call import transforms_active
-from scan_registry.ops.gated_scan_arguments import COMPILED, Arguments, check_reset
+from scan_registry.ops.checks import check_reset
+from scan_registry.ops.gated_scan_arguments import COMPILED, Arguments
 from scan_registry.ops.gated_scan_arguments import Options as GatedOptions
 from scan_registry.ops.gated_scan_problems import KernelCall
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.symbols import same_shape
-from scan_registry.ops.arguments import (
-    ACCEPTED,
-    COMPILED,
+from scan_registry.ops.arguments import ACCEPTED, COMPILED
+from scan_registry.ops.checks import (
     common_shape,
     refuse_expanded,
     refuse_inference,

@@ -22,18 +22,19 @@ from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
-from scan_registry.ops.arguments import Options, common_shape
+from scan_registry.ops.arguments import Options
 from scan_registry.ops.call import launch_from_c
+from scan_registry.ops.checks import common_shape
 from scan_registry.ops.copies import on_copies
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.layout import KernelCall
 from scan_registry.ops.problems import (
     StateLayout,
-    as_new,
     make_kernel_call,
     make_reduction_call,
     make_summary_call,
 )
+from scan_registry.ops.strides import as_new
 from scan_registry.runtime.loader import decide, prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state

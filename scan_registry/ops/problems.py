@@ -9,33 +9,14 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.base.symbols import surely_contiguous
 from scan_registry.kernels.linear_scan.problem import (
     Direction,
     LinearScanProblem,
     common_alignment,
 )
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
-from scan_registry.ops.layout import (
-    Arrangement,
-    KernelCall,
-    arrange,
-    arrange_with_copies,
-    dense_strides,
-    memory_order,
-)
-
-
-def as_new(model: Tensor) -> Tensor:
-    """A tensor with the shape, strides and dtype of a new one like ``model``."""
-    return model if surely_contiguous(model) else torch.empty_like(model, device="meta")
-
-
-def lying_as_new(model: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor with the strides of ``empty_like(model)``, copied if it has others."""
-    if tensor.stride() == as_new(model).stride():
-        return tensor
-    return torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
+from scan_registry.ops.layout import Arrangement, KernelCall, arrange, arrange_with_copies
+from scan_registry.ops.strides import as_new, dense_strides, memory_order
 
 
 def state_strides(states: Tensor, dim: int, cu_seqlens: Tensor | None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
 from scan_registry.kernels.rnn.reference import compute_dtype
-from scan_registry.ops.arguments import as_bool, as_index, check_cu_seqlens, refuse_layout
+from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, refuse_layout
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
@@ -226,9 +226,7 @@ def check_offsets(cu_seqlens: Any, Wx: Tensor) -> None:
 
 def _check_resets(Wx: Tensor, resets: Resets) -> None:
     if resets.reset is not None:
-        from scan_registry.ops.gated_scan_arguments import (
-            check_reset,
-        )  # which most calls can do without
+        from scan_registry.ops.checks import check_reset
 
         check_reset(resets.reset, Wx.shape[:2], Wx.device)
     elif resets.reset_states is not None:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import selective_scan_derivatives, selective_scan_problems
-from scan_registry.ops.arguments import as_bool
 from scan_registry.ops.call import unwatched
+from scan_registry.ops.checks import as_bool
 from scan_registry.ops.selective_scan_arguments import BACKENDS, Options, normalised
 from scan_registry.ops.selective_scan_derivatives import fast_scan
 from scan_registry.ops.selective_scan_problems import KernelCall

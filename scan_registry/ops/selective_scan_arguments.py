@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool, check_cu_seqlens, refuse_layout
+from scan_registry.ops.checks import as_bool, check_cu_seqlens, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,6 @@ from scan_registry.ops import selective_scan_composed as composed
 from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
-from scan_registry.ops.problems import lying_as_new
 from scan_registry.ops.selective_scan_arguments import (
     Arguments,
     Options,
@@ -26,6 +25,7 @@ from scan_registry.ops.selective_scan_arguments import (
     grouped,
     normalised,
 )
+from scan_registry.ops.strides import lying_as_new
 
 #: u, delta and z, whose gradients have the strides of ``empty_like(u)``; those of others have their last dimension innermost.
 _SEQUENCES = (0, 1, 6)

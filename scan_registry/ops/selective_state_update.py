@@ -10,8 +10,8 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.ops import flops
 from scan_registry.ops import selective_state_update_plans as plans
-from scan_registry.ops.arguments import as_bool, refuse_inference, refuse_mapped
 from scan_registry.ops.call import has_tangents, unobserved, unwatched
+from scan_registry.ops.checks import as_bool, refuse_inference, refuse_mapped
 from scan_registry.ops.registration import register
 from scan_registry.ops.selective_state_update_arguments import BACKENDS, Arguments, check
 from scan_registry.ops.selective_state_update_plans import KernelCall

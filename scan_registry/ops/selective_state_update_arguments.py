@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
 from scan_registry.kernels.selective_state_update.problem import MOST_STATES
-from scan_registry.ops.arguments import as_bool, refuse_expanded, refuse_layout
+from scan_registry.ops.checks import as_bool, refuse_expanded, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)

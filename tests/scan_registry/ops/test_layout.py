@@ -12,14 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scan_registry.kernels.linear_scan.problem import Strides as Arranged
-from scan_registry.ops.layout import (
-    Arrangement,
-    arrange,
-    arrange_with_copies,
-    dense_strides,
-    memory_order,
-)
-from scan_registry.ops.problems import as_new
+from scan_registry.ops.layout import Arrangement, arrange, arrange_with_copies
+from scan_registry.ops.strides import as_new, dense_strides, memory_order
 
 Strides = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from precision import ROUNDING, compute_dtype, wide
 from torch import Tensor
 
 from scan_registry import linear_scan
-from scan_registry.ops.arguments import common_shape
+from scan_registry.ops.checks import common_shape
 
 Oracle = Callable[..., tuple[Tensor, Tensor]]
 
