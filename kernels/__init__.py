@@ -1,8 +1,8 @@
 """Kernel families: what exists, in which languages, with which static parameters.
 
-One folder per family. A folder is a family when it holds a ``spec.py`` that defines ``FAMILY``.
-Nothing in this package may import torch, triton or a CUDA package at import time, except a
-family's ``reference.py`` (torch) and its Triton sources, which a spec names but never imports.
+One folder per family. A folder is a family when it holds a ``spec.py`` that defines ``FAMILY``. Its folder ``op`` has what torch
+calls: the public functions, and ``operator.py`` for commands. Nothing else in this package may import torch, triton or a CUDA
+package at import time, except a family's ``reference.py`` (torch) and its Triton sources, which a spec names but never imports.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scan_registry.kernels.model import Family
+if TYPE_CHECKING:
+    from scan_registry.kernels.model import Family
 
 ROOT = Path(__file__).parent
 
@@ -32,3 +34,21 @@ def family(name: str) -> Family:
     if found.name != name:
         raise ValueError(f"{spec} defines family {found.name!r}; its folder is {name!r}")
     return found
+
+
+@cache
+def operators() -> tuple[str, ...]:
+    """Names of the families that have a public function, in alphabetical order."""
+    return tuple(path.parents[1].name for path in sorted(ROOT.glob("*/op/operator.py")))
+
+
+@cache
+def public() -> dict[str, str]:
+    """The public names of all families' functions, and the modules that define them. Imports nothing but the names."""
+    homes = dict[str, str]()
+    for name in operators():
+        folder = importlib.import_module(f"{__name__}.{name}")
+        homes.update(
+            {public: f"{folder.__name__}.{home}" for public, home in folder.PUBLIC.items()}
+        )
+    return homes

@@ -55,21 +55,21 @@ if not any(os.path.isdir(os.path.join(path, "kernels")) for path in __path__):
 from scan_registry.base import lazy  # noqa: E402  # of the package that is used
 
 if TYPE_CHECKING:
-    from scan_registry import compat, distributed, nn, ops
+    from scan_registry import compat, distributed, nn
     from scan_registry.catalog.inventory import catalogue
     from scan_registry.diagnostics.explanation import explain
     from scan_registry.dispatch.policy import FallbackWarning, require
     from scan_registry.dispatch.select import NoKernelError
-    from scan_registry.ops.causal_conv1d import causal_conv1d, causal_conv1d_update
-    from scan_registry.ops.gated_scan import gated_scan
-    from scan_registry.ops.gated_scan_kinds import hgrn, min_gru, min_lstm, rg_lru
-    from scan_registry.ops.linear_scan import linear_scan
-    from scan_registry.ops.linear_scan_step import linear_scan_step
-    from scan_registry.ops.linear_scan_summary import linear_scan_summary
-    from scan_registry.ops.rnn import rnn
-    from scan_registry.ops.selective_scan import selective_scan
-    from scan_registry.ops.selective_state_update import selective_state_update
-    from scan_registry.ops.step_buffers import rnn_buffers
+    from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d, causal_conv1d_update
+    from scan_registry.kernels.gated_scan.op.function import gated_scan
+    from scan_registry.kernels.gated_scan.op.kinds import hgrn, min_gru, min_lstm, rg_lru
+    from scan_registry.kernels.linear_scan.op.function import linear_scan
+    from scan_registry.kernels.linear_scan.op.step import linear_scan_step
+    from scan_registry.kernels.linear_scan.op.summary import linear_scan_summary
+    from scan_registry.kernels.rnn.op.buffers import rnn_buffers
+    from scan_registry.kernels.rnn.op.function import rnn
+    from scan_registry.kernels.selective_scan.op.function import selective_scan
+    from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 
     __version__: str
 
@@ -91,7 +91,6 @@ __all__ = [
     "min_gru",
     "min_lstm",
     "nn",
-    "ops",
     "require",
     "rg_lru",
     "rnn",
@@ -105,26 +104,18 @@ _HOMES = {
     "NoKernelError": "scan_registry.dispatch.select",
     "__version__": "scan_registry.version",
     "catalogue": "scan_registry.catalog.inventory",
-    "causal_conv1d": "scan_registry.ops.causal_conv1d",
-    "causal_conv1d_update": "scan_registry.ops.causal_conv1d",
     "compat": None,
     "distributed": None,
     "explain": "scan_registry.diagnostics.explanation",
-    "gated_scan": "scan_registry.ops.gated_scan",
-    "hgrn": "scan_registry.ops.gated_scan_kinds",
-    "linear_scan": "scan_registry.ops.linear_scan",
-    "linear_scan_summary": "scan_registry.ops.linear_scan_summary",
-    "linear_scan_step": "scan_registry.ops.linear_scan_step",
-    "min_gru": "scan_registry.ops.gated_scan_kinds",
-    "min_lstm": "scan_registry.ops.gated_scan_kinds",
     "nn": None,
-    "ops": None,
     "require": "scan_registry.dispatch.policy",
-    "rg_lru": "scan_registry.ops.gated_scan_kinds",
-    "rnn": "scan_registry.ops.rnn",
-    "rnn_buffers": "scan_registry.ops.step_buffers",
-    "selective_scan": "scan_registry.ops.selective_scan",
-    "selective_state_update": "scan_registry.ops.selective_state_update",
 }
 
-__getattr__, __dir__ = lazy.names(globals(), _HOMES)
+
+def _of_families() -> dict[str, str]:
+    from scan_registry.kernels import public
+
+    return public()
+
+
+__getattr__, __dir__ = lazy.names(globals(), _HOMES, _of_families)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from scan_registry import cli
-from scan_registry.ops import linear_scan_bench
-from scan_registry.ops.linear_scan_baselines import Baseline
-from scan_registry.ops.linear_scan_bench import ScanBenchmark
+from scan_registry.kernels.linear_scan.op import bench as linear_scan_bench
+from scan_registry.kernels.linear_scan.op.baselines import Baseline
+from scan_registry.kernels.linear_scan.op.bench import ScanBenchmark
 
 
 class ForwardOnly(Baseline):

@@ -42,7 +42,7 @@ from typing import Any
 
 from records import write_records
 
-from scan_registry.ops.linear_scan_baselines import BASELINES, OURS, Baseline
+from scan_registry.kernels.linear_scan.op.baselines import BASELINES, OURS, Baseline
 
 #: Of one implementation: its name, its version (None: not installed), why it does not start (``failure``), runs that are
 #: ``cold`` and ``warm``, and microseconds of each round of calls without (``plain_us``) and with gradients (``tracked_us``).

@@ -31,6 +31,7 @@ from tune import installed
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tune import tuner_for, watched
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.op.random_cases import draw
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.linear_scan.timing_model import (
     COEFFICIENTS,
@@ -42,7 +43,6 @@ from scan_registry.kernels.linear_scan.timing_model import (
 from scan_registry.kernels.model import Kernel
 from scan_registry.kernels.tables import FOLDER, models_file, timed
 from scan_registry.kernels.tuning import Model, Row, Tuning
-from scan_registry.ops.linear_scan_random import draw
 from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 

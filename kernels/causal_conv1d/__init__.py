@@ -1,0 +1,7 @@
+"""Causal convolutions of single channels."""
+
+#: Public names of the package, and the modules of this folder that define them.
+PUBLIC = {
+    "causal_conv1d": "op.function",
+    "causal_conv1d_update": "op.function",
+}

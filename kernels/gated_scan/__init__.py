@@ -1,0 +1,10 @@
+"""Linear recurrences whose gates the kernels compute."""
+
+#: Public names of the package, and the modules of this folder that define them.
+PUBLIC = {
+    "gated_scan": "op.function",
+    "hgrn": "op.kinds",
+    "min_gru": "op.kinds",
+    "min_lstm": "op.kinds",
+    "rg_lru": "op.kinds",
+}

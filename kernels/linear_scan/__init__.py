@@ -1,0 +1,8 @@
+"""Linear recurrences, ``x[t] = gates[t] * x[t - 1] + tokens[t]``."""
+
+#: Public names of the package, and the modules of this folder that define them.
+PUBLIC = {
+    "linear_scan": "op.function",
+    "linear_scan_step": "op.step",
+    "linear_scan_summary": "op.summary",
+}

@@ -7,20 +7,23 @@ from typing import Any
 
 
 def names(
-    namespace: dict[str, Any], homes: Mapping[str, str | None]
+    namespace: dict[str, Any],
+    homes: Mapping[str, str | None],
+    others: Callable[[], Mapping[str, str]] = dict,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and the ``__dir__`` of the package whose globals are ``namespace``.
 
     ``homes`` has the module that defines each name, or None for a name that is a module of the package.
+    ``others`` returns more of them, and is first called for a name that is not in ``homes``.
     """
     package = namespace["__name__"]
 
     def load(name: str) -> Any:
         from importlib import import_module
 
-        if name not in homes:
+        home = homes[name] if name in homes else others().get(name, "")
+        if home == "":
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes[name]
         if home is None:
             value: Any = import_module(f"{package}.{name}")
         else:
@@ -30,6 +33,6 @@ def names(
         return value
 
     def listed() -> list[str]:
-        return sorted({*namespace, *homes})
+        return sorted({*namespace, *homes, *others()})
 
     return load, listed

@@ -22,8 +22,8 @@ from scan_registry.bench.latency import Call, Latency, Stopwatch
 from scan_registry.bench.timing import cache_bytes, free_bytes
 from scan_registry.distributed import linear_scan
 from scan_registry.distributed.group import gather
-from scan_registry.ops.linear_scan import linear_scan as local_scan
-from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.kernels.linear_scan.op.function import linear_scan as local_scan
 from scan_registry.version import __version__
 
 PASSES = ("forward", "backward", "forward+backward")

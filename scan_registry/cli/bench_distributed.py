@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.kernels.linear_scan.op.bench import Case
 
 if TYPE_CHECKING:
     from scan_registry.bench.distributed import GroupBench, Timing

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.compat.arguments import check_dense
-from scan_registry.ops.causal_conv1d import causal_conv1d
-from scan_registry.ops.causal_conv1d import causal_conv1d_update as _update
+from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
+from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d_update as _update
 from scan_registry.ops.values import check_bounds
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]

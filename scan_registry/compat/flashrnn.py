@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.compat.arguments import check_dense
+from scan_registry.kernels.rnn.op.function import rnn
 from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
-from scan_registry.ops.rnn import rnn
 
 BACKENDS: dict[str, RnnBackend] = {
     "cuda_fused": "cuda",

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.ops.gated_scan_kinds import rg_lru
+from scan_registry.kernels.gated_scan.op.kinds import rg_lru
 
 __all__ = ["forward", "replace", "restore"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from scan_registry.compat.arguments import backend_for, check_pair
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 
 def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:

@@ -275,14 +275,14 @@ static PyMethodDef functions[] = {
     {"selective_scan_forward", (PyCFunction)(void (*)(void))selective_scan_forward, METH_FASTCALL,
      "selective_scan_forward(dtype, pointers, scalars, threads)\n\n"
      "The output and the final state of a selective scan. Pointers and scalars are those that\n"
-     "scan_registry.ops.selective_scan_cpu names. Raises as forward."},
+     "scan_registry.kernels.selective_scan.op.cpu names. Raises as forward."},
     {"selective_scan_backward", (PyCFunction)(void (*)(void))selective_scan_backward, METH_FASTCALL,
      "selective_scan_backward(dtype, pointers, scalars, threads)\n\n"
      "The gradients of a selective scan. As selective_scan_forward."},
     {"causal_conv1d_forward", (PyCFunction)(void (*)(void))causal_conv1d_forward, METH_FASTCALL,
      "causal_conv1d_forward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
      "The output and the final state of a causal convolution. Pointers and scalars are those\n"
-     "that scan_registry.ops.causal_conv1d_cpu names. Raises as forward."},
+     "that scan_registry.kernels.causal_conv1d.op.cpu names. Raises as forward."},
     {"causal_conv1d_backward", (PyCFunction)(void (*)(void))causal_conv1d_backward, METH_FASTCALL,
      "causal_conv1d_backward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
      "The gradients of a causal convolution. As causal_conv1d_forward."},
@@ -292,7 +292,7 @@ static PyMethodDef functions[] = {
     {"rnn_forward", (PyCFunction)(void (*)(void))rnn_forward, METH_FASTCALL,
      "rnn_forward(cell, pointers, scalars, clip, threads)\n\n"
      "The states of a recurrent network in float32, and those after the last step. Pointers and\n"
-     "scalars are those that scan_registry.ops.rnn_cpu names. Raises as forward."},
+     "scalars are those that scan_registry.kernels.rnn.op.cpu names. Raises as forward."},
     {"rnn_backward", (PyCFunction)(void (*)(void))rnn_backward, METH_FASTCALL,
      "rnn_backward(cell, pointers, scalars, clip, threads)\n\n"
      "The gradients of its gates and initial states. As rnn_forward."},

@@ -17,7 +17,7 @@ from scan_registry.distributed.group import all_reduce, resolve, untraced
 from scan_registry.distributed.halo import Exchange, Halo, of_run, with_initial
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import agree, check_local
-from scan_registry.ops.causal_conv1d_arguments import (
+from scan_registry.kernels.causal_conv1d.op.arguments import (
     ACCEPTED,
     Arguments,
     Options,
@@ -25,15 +25,15 @@ from scan_registry.ops.causal_conv1d_arguments import (
     check_tensor,
     normalised,
 )
-from scan_registry.ops.causal_conv1d_derivatives import call as convolution_of_one
-from scan_registry.ops.causal_conv1d_derivatives import convolve
+from scan_registry.kernels.causal_conv1d.op.autograd import call as convolution_of_one
+from scan_registry.kernels.causal_conv1d.op.autograd import convolve
 from scan_registry.ops.values import check_bounds
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.ops.causal_conv1d import ConvolutionOptions
+    from scan_registry.kernels.causal_conv1d.op.function import ConvolutionOptions
 
     class RankedConvolution(ConvolutionOptions, total=False):
         """As ``ConvolutionOptions``, and the group of ranks."""

@@ -18,8 +18,8 @@ from scan_registry.distributed import parts
 from scan_registry.distributed.group import Members
 from scan_registry.distributed.opening import agree
 from scan_registry.distributed.reduce import Run, Tensors
-from scan_registry.ops.arguments import Options
-from scan_registry.ops.derivatives import before
+from scan_registry.kernels.linear_scan.op.arguments import Options
+from scan_registry.kernels.linear_scan.op.autograd import before
 
 
 def differentiable(

@@ -11,16 +11,16 @@ from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening
 from scan_registry.distributed.group import untraced
 from scan_registry.distributed.linear import scan
-from scan_registry.ops.arguments import Options as ScanOptions
-from scan_registry.ops.gated_scan import run as scan_of_one
-from scan_registry.ops.gated_scan_arguments import Options, normalised
-from scan_registry.ops.gated_scan_composed import gates_and_tokens
+from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
+from scan_registry.kernels.gated_scan.op.composed import gates_and_tokens
+from scan_registry.kernels.gated_scan.op.function import run as scan_of_one
+from scan_registry.kernels.linear_scan.op.arguments import Options as ScanOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.ops.gated_scan import GatedScanOptions
+    from scan_registry.kernels.gated_scan.op.function import GatedScanOptions
 
     class RankedGatedScan(GatedScanOptions, total=False):
         """As ``GatedScanOptions``, and the group of ranks."""

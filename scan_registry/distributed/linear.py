@@ -16,19 +16,19 @@ from scan_registry.distributed.derivatives import differentiable
 from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.reduce import Call, Tensors
+from scan_registry.kernels.linear_scan.op.arguments import Options, check_tensors, normalised
+from scan_registry.kernels.linear_scan.op.autograd import first_derivative
+from scan_registry.kernels.linear_scan.op.autograd import scan as local_scan
+from scan_registry.kernels.linear_scan.op.function import linear_scan as scan_of_one
+from scan_registry.kernels.linear_scan.op.stretches import batch_dim, reset_shape
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
-from scan_registry.ops.arguments import Options, check_tensors, normalised
 from scan_registry.ops.checks import check_initial_state, check_reset
-from scan_registry.ops.derivatives import first_derivative
-from scan_registry.ops.derivatives import scan as local_scan
-from scan_registry.ops.linear_scan import linear_scan as scan_of_one
-from scan_registry.ops.resets import batch_dim, reset_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.ops.linear_scan import LinearScanOptions
+    from scan_registry.kernels.linear_scan.op.function import LinearScanOptions
 
     class RankedLinearScan(LinearScanOptions, total=False):
         """As ``LinearScanOptions``, and the group of ranks."""

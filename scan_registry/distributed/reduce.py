@@ -31,9 +31,9 @@ from scan_registry.distributed.group import Members
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import Opened, Opening, opening_of
 from scan_registry.distributed.parts import Part
-from scan_registry.ops import plans
-from scan_registry.ops.arguments import Options
-from scan_registry.ops.derivatives import PLAIN_TYPES
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op.arguments import Options
+from scan_registry.kernels.linear_scan.op.autograd import PLAIN_TYPES
 
 __all__ = ["Call", "Run", "Tensors", "fold", "scan"]
 

@@ -24,19 +24,19 @@ from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
+from scan_registry.kernels.linear_scan.op.autograd import unobserved
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.ops import selective_scan_plans as plans
+from scan_registry.kernels.selective_scan.op import plans
+from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options, normalised
+from scan_registry.kernels.selective_scan.op.autograd import first_derivative
+from scan_registry.kernels.selective_scan.op.function import selective_scan as scan_of_one
 from scan_registry.ops.checks import as_bool
-from scan_registry.ops.derivatives import unobserved
-from scan_registry.ops.selective_scan import selective_scan as scan_of_one
-from scan_registry.ops.selective_scan_arguments import Arguments, Options, normalised
-from scan_registry.ops.selective_scan_derivatives import first_derivative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.ops.selective_scan import SelectiveScanOptions
+    from scan_registry.kernels.selective_scan.op.function import SelectiveScanOptions
 
     class RankedSelectiveScan(SelectiveScanOptions, total=False):
         """As ``SelectiveScanOptions``, and the group of ranks."""

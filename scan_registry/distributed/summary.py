@@ -14,12 +14,12 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed.opening import refused
 from scan_registry.distributed.parts import Steps
-from scan_registry.ops import plans
-from scan_registry.ops.arguments import Options
-from scan_registry.ops.derivatives import PLAIN_TYPES, unobserved
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op.arguments import Options
+from scan_registry.kernels.linear_scan.op.autograd import PLAIN_TYPES, unobserved
+from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_summary_call
+from scan_registry.kernels.linear_scan.op.summary import linear_scan_summary
 from scan_registry.ops.launching import plan_cache
-from scan_registry.ops.linear_scan_summary import linear_scan_summary
-from scan_registry.ops.problems import StateLayout, make_summary_call
 from scan_registry.ops.sharded import is_dtensor
 
 __all__ = ["backward_row", "forward_row", "scan_summary", "summary_into"]

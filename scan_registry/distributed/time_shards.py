@@ -19,7 +19,7 @@ from scan_registry import distributed
 from scan_registry.distributed import dtensor, layouts
 from scan_registry.distributed.layouts import TIME, Layout
 from scan_registry.kernels.gated_scan.kinds import KINDS
-from scan_registry.ops import resets
+from scan_registry.kernels.linear_scan.op import stretches as resets
 from scan_registry.ops.checks import common_shape
 
 __all__ = ["call"]

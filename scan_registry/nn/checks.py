@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from scan_registry.kernels.rnn.op.arguments import ACCEPTED, BACKENDS
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.nn import reset_checks
 from scan_registry.ops.checks import refuse_layout
-from scan_registry.ops.rnn_arguments import ACCEPTED, BACKENDS
 from scan_registry.ops.values import are_checked
 
 if TYPE_CHECKING:

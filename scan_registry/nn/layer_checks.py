@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import BACKENDS
+from scan_registry.kernels.gated_scan.op.arguments import check_parameter
 from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype
 from scan_registry.ops.checks import refuse_layout
-from scan_registry.ops.gated_scan_arguments import check_parameter
 
 if TYPE_CHECKING:
     from scan_registry.nn.layer import ScanLayer

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d_update
+from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 from scan_registry.nn.exports import Exports
 from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix, projected
 from scan_registry.nn.mamba_checks import (
@@ -21,8 +23,6 @@ from scan_registry.nn.mamba_checks import (
     check_states,
 )
 from scan_registry.nn.submodules import weights_of
-from scan_registry.ops.causal_conv1d import causal_conv1d_update
-from scan_registry.ops.selective_state_update import selective_state_update
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from scan_registry.ops.causal_conv1d import causal_conv1d
-from scan_registry.ops.selective_scan import selective_scan
+from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
+from scan_registry.kernels.selective_scan.op.function import selective_scan
 
 #: A matrix, or a function that maps the last dimension.
 Map = Tensor | Callable[[Tensor], Tensor]

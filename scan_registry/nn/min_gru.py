@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from scan_registry.kernels.gated_scan.op.kinds import min_gru, min_lstm
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states
 from scan_registry.nn.layer_checks import (
     check_bools,
@@ -17,7 +18,6 @@ from scan_registry.nn.layer_checks import (
 )
 from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import as_bool
-from scan_registry.ops.gated_scan_kinds import min_gru, min_lstm
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 from scan_registry.nn.complex_maps import from_complex, into_complex, weight_from, weight_into
 from scan_registry.nn.hippo import normal_hippo
 from scan_registry.nn.layer import Device, ScanLayer, advance, wide
@@ -22,7 +23,6 @@ from scan_registry.nn.layer_checks import (
     check_sizes,
 )
 from scan_registry.nn.submodules import is_plain
-from scan_registry.ops.linear_scan import linear_scan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,8 +1,7 @@
 """What commands know of an operator: its options, the problems that a call poses, what is timed and tuned.
 
-A family of kernels that a public function calls has a module ``<family>_operator.py`` here, which defines
-``OPERATOR``, beside the function's own, ``<family>.py``; ``ops.OPERATORS`` lists these families. Commands read
-that and name no family. Importing an operator's module imports no torch. What is drawn at random, and how far
+A family of kernels that a public function calls has ``kernels/<family>/op/operator.py``, which defines ``OPERATOR``, beside the
+function's own ``function.py``. Commands read that and name no family. Importing an operator's module imports no torch. What is drawn at random, and how far
 results may be off, is a family's own, whether an operator calls it or not: ``kernels/<family>/cases.py``.
 """
 
@@ -14,7 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from scan_registry import ops
+from scan_registry import kernels
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.model import Problem
 
@@ -78,6 +77,7 @@ class Operator(Protocol):
     tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
                   where the kernels are never tuned
     tuned_cases   others, whose dtypes are rarer
+    order         its place where commands list operators; of equal ones by name. ``bench`` alone times the first
     """
 
     name: str
@@ -87,6 +87,7 @@ class Operator(Protocol):
     tuned_shapes: tuple[str, ...] = ()
     tuned_dtypes: tuple[str, ...] = ()
     tuned_cases: tuple[str, ...] = ()
+    order: int = 1
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -140,15 +141,17 @@ class Operator(Protocol):
 
     @property
     def _module(self) -> Any:
-        return importlib.import_module(f"{ops.__name__}.{self.name}")
+        return importlib.import_module(f"{kernels.__name__}.{self.name}.op.function")
 
 
 def operators() -> dict[str, Operator]:
     """All operators by name."""
-    return {
-        name: importlib.import_module(f"{ops.__name__}.{name}_operator").OPERATOR
-        for name in ops.OPERATORS
-    }
+    names = kernels.operators()
+    modules = (importlib.import_module(f"{kernels.__name__}.{name}.op.operator") for name in names)
+    ordered = sorted(
+        (module.OPERATOR for module in modules), key=lambda each: (each.order, each.name)
+    )
+    return {operator.name: operator for operator in ordered}
 
 
 def operator_of(case: Case) -> Operator:

@@ -56,7 +56,7 @@ def test_no_other_module_imports_them() -> None:
     [
         ("from scan_registry.ops import rnn_bench", True),
         ("def f():\n    import scan_registry.tuner.engine", True),
-        ("if TYPE_CHECKING:\n    from scan_registry.ops.rnn_bench import Case", False),
+        ("if TYPE_CHECKING:\n    from scan_registry.kernels.rnn.op.bench import Case", False),
         ("from scan_registry.ops import rnn", False),
     ],
 )
@@ -129,5 +129,5 @@ def test_calls_import_none_of_them(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     modules = json.loads(done.stdout.splitlines()[-1])
-    assert "scan_registry.ops.selective_scan" in modules
+    assert "scan_registry.kernels.selective_scan.op.function" in modules
     assert [name for name in modules if of_commands(name)] == []

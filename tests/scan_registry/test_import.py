@@ -53,7 +53,7 @@ def fresh(script: str, cwd: Path, **environment: str) -> Any:
         ("scan_registry.diagnostics.explanation", HEAVY),
         ("scan_registry.kernels.model", HEAVY),
         ("scan_registry.kernels.linear_scan.spec", HEAVY),
-        ("scan_registry.ops.layout", HEAVY),
+        ("scan_registry.kernels.linear_scan.op.layout", HEAVY),
         ("scan_registry.aot.compile", HEAVY),
         ("scan_registry.cli", ("torch", "triton", "cuda", "numpy")),
     ],
@@ -93,7 +93,7 @@ def test_the_operator_leaves_no_trace_and_opens_no_driver(tmp_path: Path) -> Non
 import json, sys
 import torch
 before = set(sys.modules)
-import scan_registry.ops.linear_scan
+import scan_registry.kernels.linear_scan.op.function
 brought = {name.split(".")[0] for name in set(sys.modules) - before}
 print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps", encoding="utf-8").read()]))
 """
@@ -163,7 +163,7 @@ listed = [name in dir(scan_registry) for name in ("compat", "distributed", "nn",
 compat = scan_registry.compat
 here = [name for name in dir(compat) + dir(compat.accelerated_scan) if name[:1] != "_"]
 found = [scan_registry.nn.LSTM, compat.accelerated_scan.warp.scan, compat.accelerated_scan.triton.scan,
-         compat.sequential_scan.scan_cu, compat.flashrnn.flashrnn, scan_registry.ops.rnn.rnn,
+         compat.sequential_scan.scan_cu, compat.flashrnn.flashrnn, scan_registry.kernels.rnn.op.function.rnn,
          scan_registry.distributed.scan_summary]
 print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
 """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scan_registry.cli import main
-from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.kernels.linear_scan.op.bench import Case
 
 Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[2]

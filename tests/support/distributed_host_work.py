@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import distributed
 from scan_registry.distributed import opening
-from scan_registry.ops import derivatives
+from scan_registry.kernels.linear_scan.op import autograd as derivatives
 
 #: Operators whose result is a number of the CPU, or has a size that the values decide.
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")

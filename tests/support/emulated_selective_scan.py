@@ -12,8 +12,8 @@ import torch
 from planning import forget_plans
 from torch import Tensor
 
+from scan_registry.kernels.selective_scan.op import plans
 from scan_registry.kernels.selective_scan.spec import FAMILY
-from scan_registry.ops import selective_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
 Play = Callable[..., list[str]]

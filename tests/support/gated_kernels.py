@@ -15,8 +15,8 @@ from scan_registry import gated_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.cases import solved
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.kernels.gated_scan.op import plans
 from scan_registry.kernels.gated_scan.problem import POINTERS, GatedScanProblem
-from scan_registry.ops import gated_scan_plans as plans
 from scan_registry.ops.launching import PlanCache, Run
 
 _ENTERING = {"final_state": "initial_state", "initial_state_grad": "final_state_grad"}

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import pytest
 
+#: What the scripts import beside the package.
+SUPPORT = str(Path(__file__).parent)
+
 
 def interpret(script: Path, *arguments: str) -> None:
     """Fails if the script does, or prints anything."""
     pytest.importorskip("triton")
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": SUPPORT},
         capture_output=True,
         text=True,
         encoding="utf-8",

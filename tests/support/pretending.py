@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.rnn import reference
+from scan_registry.kernels.rnn.op import layer as rnn_layer
+from scan_registry.kernels.rnn.op import plans as rnn_plans
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.nn import torch_cells
-from scan_registry.ops import rnn_layer, rnn_plans
 from scan_registry.ops.call import fast_path
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from scan_registry import linear_scan
-from scan_registry.ops import linear_scan_bench
-from scan_registry.ops.linear_scan_baselines import installed
-from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.kernels.linear_scan.op import bench as linear_scan_bench
+from scan_registry.kernels.linear_scan.op.baselines import installed
+from scan_registry.kernels.linear_scan.op.bench import Case
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.linear_scan.timing_model import Work, geometry, milliseconds, work_of
 from scan_registry.kernels.tables import Measured, Run, Timing, models_file
 from scan_registry.kernels.tuning import Row
-from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 

@@ -12,8 +12,8 @@ import pytest
 from by_path import load_tool
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.tables import Measured, Run, Table, Timing
-from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 

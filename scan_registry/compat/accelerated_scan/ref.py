@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.compat.arguments import check_dense
-from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 Like = Callable[[Tensor], Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from scan_registry.compat.arguments import backend_for, check_pair
-from scan_registry.ops.linear_scan import linear_scan
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 
 def scan(forget: Tensor, inputs: Tensor) -> Tensor:

@@ -14,9 +14,8 @@ from benching import CPU, SMALL
 from scan_registry.bench.measure import Bench
 from scan_registry.catalog import distributions
 from scan_registry.cli import bench as command
-from scan_registry.ops import linear_scan_bench
-from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.ops.linear_scan_baselines import (
+from scan_registry.kernels.linear_scan.op import bench as linear_scan_bench
+from scan_registry.kernels.linear_scan.op.baselines import (
     BASELINES,
     COMPLEX,
     OURS,
@@ -28,7 +27,8 @@ from scan_registry.ops.linear_scan_baselines import (
     Baseline,
     installed,
 )
-from scan_registry.ops.linear_scan_bench import BENCHMARK, Case
+from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, Case
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 from scan_registry.ops.operator import PASSES
 
 

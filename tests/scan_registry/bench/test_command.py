@@ -18,7 +18,7 @@ from benching import ROOT, SMALL, TINY, Capture, bench, document, refusal, schem
 
 from scan_registry.bench import plot
 from scan_registry.cli import main
-from scan_registry.ops import linear_scan_bench
+from scan_registry.kernels.linear_scan.op import bench as linear_scan_bench
 from scan_registry.ops.benchmark import Timing
 from scan_registry.ops.operator import DTYPES, PASSES
 

@@ -14,8 +14,8 @@ from benching import CPU, SMALL
 from scan_registry.bench import measure, timing
 from scan_registry.bench.measure import Bench
 from scan_registry.dispatch.select import NoKernelError
-from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.ops.linear_scan_bench import BENCHMARK, Case, ScanBenchmark
+from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, Case, ScanBenchmark
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 
 def test_recordings_take_turns() -> None:

@@ -11,10 +11,10 @@ import torch
 from scan_registry.bench.measure import Bench
 from scan_registry.cli import bench as command
 from scan_registry.cli import main, parser
+from scan_registry.kernels.rnn.op.arguments import BACKENDS
+from scan_registry.kernels.rnn.op.bench import BENCHMARK, PASSES, TARGETS, Network
+from scan_registry.kernels.rnn.op.operator import OPERATOR
 from scan_registry.ops.benchmark import Timing
-from scan_registry.ops.rnn_arguments import BACKENDS
-from scan_registry.ops.rnn_bench import BENCHMARK, PASSES, TARGETS, Network
-from scan_registry.ops.rnn_operator import OPERATOR
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("bench", "rnn", "--device", "cpu", "--bs", "2", "--seqlens", "4")

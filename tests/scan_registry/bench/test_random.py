@@ -16,9 +16,9 @@ from scan_registry.bench import measure
 from scan_registry.bench.measure import QUICK, Bench
 from scan_registry.bench.shares import NAMED, shares
 from scan_registry.cli import bench_random, main
-from scan_registry.ops import linear_scan_random
+from scan_registry.kernels.linear_scan.op import random_cases as linear_scan_random
+from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, LAYOUTS, Case, ScanBenchmark
 from scan_registry.ops.benchmark import Timing
-from scan_registry.ops.linear_scan_bench import BENCHMARK, LAYOUTS, Case, ScanBenchmark
 from scan_registry.ops.operator import PASSES
 
 MANY = linear_scan_random.draw(2000, 1)

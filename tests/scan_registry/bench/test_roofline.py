@@ -16,9 +16,9 @@ from scan_registry.bench import measure, roofline
 from scan_registry.bench.measure import Bench
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
+from scan_registry.kernels.linear_scan.op.baselines import Baseline
+from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, TARGETS, Case, ScanBenchmark
 from scan_registry.ops.benchmark import PerformanceTarget
-from scan_registry.ops.linear_scan_baselines import Baseline
-from scan_registry.ops.linear_scan_bench import BENCHMARK, TARGETS, Case, ScanBenchmark
 from scan_registry.ops.operator import PASSES
 
 

@@ -15,7 +15,7 @@ from rank_pool import SIZES, RankPool
 
 from scan_registry.distributed.selective import summed_sizes
 from scan_registry.kernels.selective_scan import reference
-from scan_registry.ops.selective_scan_arguments import Arguments, Options
+from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
 
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 

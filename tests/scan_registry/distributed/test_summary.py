@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from scan_registry.distributed.summary import summary_into
-from scan_registry.ops import plans
-from scan_registry.ops.arguments import Options
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op.arguments import Options
 
 
 @pytest.mark.parametrize("time_last", [False, True])

@@ -14,9 +14,9 @@ from scan_registry.bench import timing
 from scan_registry.dispatch.fit import Toolchain
 from scan_registry.dispatch.select import System
 from scan_registry.hardware.device import Device
+from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Run
-from scan_registry.ops import plans
 from scan_registry.tuner import engine
 from scan_registry.tuner.engine import Tuner
 

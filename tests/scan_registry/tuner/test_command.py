@@ -16,7 +16,7 @@ from scan_registry.cli import main
 from scan_registry.cli import tune as command
 from scan_registry.dispatch.select import System, select
 from scan_registry.hardware.target import Target
-from scan_registry.ops.linear_scan_operator import OPERATOR
+from scan_registry.kernels.linear_scan.op.operator import OPERATOR
 from scan_registry.tuner import engine
 
 Capture = pytest.CaptureFixture[str]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tables import Table
-from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.tuner import engine
 from scan_registry.tuner.engine import COARSE, FAR, FINE, LAUNCH_MS, NEAR
 from scan_registry.tuner.problems import Posed, posed

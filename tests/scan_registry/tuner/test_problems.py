@@ -10,11 +10,11 @@ import torch
 from planning import forget_plans
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.kernels.linear_scan.op.function import linear_scan
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.ops import plans
 from scan_registry.ops.launching import PlanCache
-from scan_registry.ops.linear_scan import linear_scan
-from scan_registry.ops.linear_scan_bench import Case
 from scan_registry.ops.operator import PASSES
 from scan_registry.tuner.problems import cases, posed, usual_cases
 

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from scan_registry.hardware.target import Target
-from scan_registry.ops.linear_scan_bench import Case
+from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.tuner import engine, report
 from scan_registry.tuner.problems import posed
 

@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from scan_registry.compat.arguments import check_dense
 from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_block import Norms, Weights, mix
-from scan_registry.ops.selective_scan import selective_scan
 
 if TYPE_CHECKING:
     from typing import Protocol

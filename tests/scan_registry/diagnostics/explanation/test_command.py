@@ -287,7 +287,7 @@ from scan_registry.runtime import loader
 from scan_registry.diagnostics.explanation import decision_record
 from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.ops.linear_scan import describe
+from scan_registry.kernels.linear_scan.op.function import describe
 
 tensor = torch.empty(2, 8, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
 for call in describe(tensor, tensor).values():

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scan_registry.ops.selective_state_update import selective_state_update as _update
+from scan_registry.kernels.selective_state_update.op.function import (
+    selective_state_update as _update,
+)
 
 __all__ = ["selective_state_update"]
 

@@ -1,0 +1,214 @@
+"""``causal_conv1d`` in torch: dispatch, and derivatives in both modes, of any order.
+
+The first reverse-mode derivative is two kernels, the second of which adds up partial sums. Further derivatives,
+forward mode and ``torch.func`` are computed in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from scan_registry.base.environment import flag
+from scan_registry.kernels.causal_conv1d import reference
+from scan_registry.kernels.causal_conv1d.op import plans
+from scan_registry.kernels.causal_conv1d.op.arguments import (
+    Arguments,
+    Options,
+    UpdateArguments,
+    normalised,
+    update_arguments,
+)
+from scan_registry.ops import flops
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
+from scan_registry.ops.call import fast_path, unobserved, unwatched
+from scan_registry.ops.checks import refuse_mapped
+from scan_registry.ops.registration import register
+from scan_registry.ops.sharded import call_sharded
+
+Outputs = tuple[Tensor, Tensor | None]
+
+_is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
+# --- The convolution --------------------------------------------------------------------------
+
+
+class CausalConv1d(Recorded):
+    """Saves the arguments."""
+
+
+class _Derivatives(Derivatives):
+    """Of ``Arguments``, which are saved."""
+
+    options, tensors, others, kept, node = Options, 6, 2, 0, CausalConv1d
+
+    def forward(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
+        return plans.forward(Arguments(*tensors), options)
+
+    def empty(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
+        given = Arguments(*tensors)
+        last = given.x.new_empty(plans.state_shape(given)) if options.final else None
+        return torch.empty_like(given.x), last
+
+    def composed(self, tensors: Tensors, options: Options) -> Outputs:
+        x, weight, bias, state, seq_idx, bounds = tensors
+        runs = reference.Runs(seq_idx, bounds)
+        return reference.forward(x, weight, bias, state, runs, options.silu, options.final)
+
+    def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
+        return tensors
+
+    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
+        y_grad, last_grad = grads
+        return torch.zeros_like(saved[0]) if y_grad is None else y_grad, last_grad
+
+    def plan_backward(self, back: Pass) -> Callable[..., Any]:
+        return plans.plan_backward(*back.saved, *back.grads, back.options, back.wanted)
+
+    def backward(self, back: Pass) -> Gradients:
+        grads = back.grads[0], back.grads[1]
+        return plans.backward(Arguments(*back.saved), *grads, back.options, back.wanted)
+
+    def empty_gradients(self, back: Pass) -> Gradients:
+        x, weight, *_ = back.saved
+        made = (
+            torch.empty_like(x),
+            weight.new_empty(weight.shape),
+            weight.new_empty(weight.shape[0]),
+            x.new_empty(plans.state_shape(Arguments(*back.saved))),
+        )
+        return tuple(each if want else None for each, want in zip(made, back.wanted, strict=True))
+
+    def composed_backward(self, back: Pass) -> Gradients:
+        x, weight, bias, state, seq_idx, bounds = back.saved
+        runs, grads = reference.Runs(seq_idx, bounds), (back.grads[0], back.grads[1])
+        found = reference.backward(x, weight, bias, state, *grads, runs, back.options.silu)
+        return plans.narrowed(Arguments(*back.saved), found, back.wanted)
+
+    def backward_joined(self, back: Pass) -> Tensors:
+        silu, _, backend = back.options
+        return *back.saved, *back.grads, silu, backend, [*back.wanted]
+
+    def backward_split(self, args: Sequence[Any]) -> Pass:
+        *tensors, silu, backend, wanted = args
+        options = Options(silu, False, backend)
+        return Pass(tuple(tensors[:6]), tuple(tensors[6:]), options, tuple(wanted))
+
+
+OPERATOR = _Derivatives()
+
+
+def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
+    """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
+    if not _is_dynamo_compiling() and unwatched():
+        made = _fast_call(tensors, request)
+        if made is not None:
+            return made  # type: ignore[no-any-return]
+    if (sharded := call_sharded("causal_conv1d", tensors, request)) is not None:
+        return sharded  # type: ignore[no-any-return]
+    return convolve(*normalised(*tensors, *request))
+
+
+def convolve(given: Arguments, options: Options) -> Outputs:
+    """Likewise, of ``normalised`` arguments."""
+    return OPERATOR(given, options)  # type: ignore[no-any-return]
+
+
+def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., Any] | None:
+    """None for a call whose arguments are converted, or whose values are checked in every call."""
+    given, how = normalised(*tensors, *options)
+    packed = given.cu_seqlens is not None
+    if any(one is not other for one, other in zip(given, tensors, strict=True)):
+        return None
+    if packed and not given.x.is_cuda:
+        return None
+    with torch.no_grad():
+        run = plans.plan_forward(*tensors, how)
+    if recorded:
+        run = partial(OPERATOR.record, Recording(OPERATOR, how, run), None)
+    if packed:
+        return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
+    return run
+
+
+_fast_call = fast_path(_plan)
+
+_TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens"
+OPERATOR.register(
+    __name__,
+    "OPERATOR",
+    f"causal_conv1d({_TENSORS}, bool silu, bool final, str backend) -> (Tensor, Tensor)",
+    f"causal_conv1d_backward({_TENSORS}, Tensor y_grad, Tensor? final_grad, bool silu, str backend, "
+    "bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+
+
+# --- Step by step -----------------------------------------------------------------------------
+
+
+def call_update(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Tensor:
+    """y of the public function's arguments as they are given; the state is changed in place."""
+    if not _is_dynamo_compiling() and unwatched():
+        made: Tensor | None = _fast_update(tensors, request)
+        if made is not None:
+            increment_version(tensors[1])
+            return made
+    y = update(*update_arguments(*tensors, *request))
+    return y.squeeze(-1) if tensors[0].dim() == 2 else y
+
+
+def update(given: UpdateArguments, options: Options) -> Tensor:
+    """Likewise, of ``update_arguments``."""
+    if not _is_compiling() and unobserved(*given):
+        y = plans.update(given, options)
+        increment_version(given.state)
+        return y
+    if not _is_compiling():
+        flops.announce()
+        refuse_mapped("causal_conv1d_update", "conv_state", *given)
+    found: Tensor = _update_op(*given, options.silu, options.backend)
+    return found
+
+
+def _plan_update(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., Any] | None:
+    given, how = update_arguments(*tensors, *options)
+    if recorded or any(one is not two for one, two in zip(given[1:], tensors[1:], strict=True)):
+        return None
+    run = plans.plan_update(*given, how)
+    if tensors[0].dim() == 2:
+        return lambda x, *others: run(x.unsqueeze(-1), *others).squeeze(-1)
+    return run
+
+
+_fast_update = fast_path(_plan_update)
+
+
+def _update(*args: Any) -> Tensor:
+    return plans.update(UpdateArguments(*args[:6]), Options(args[6], False, args[7]))
+
+
+def _update_fake(*args: Any) -> Tensor:
+    return torch.empty_like(args[0])
+
+
+def _update_autograd(*args: Any) -> Any:
+    """It has no derivative: y is a constant, as the state is."""
+    with torch._C._AutoDispatchBelowAutograd():
+        y = _update_op(*args)
+    increment_version(args[1])
+    return y
+
+
+_update_op = register(
+    "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? positions, "
+    "Tensor? indices, bool silu, str backend) -> Tensor",
+    __name__,
+    {"device": "_update", "Autograd": "_update_autograd", "Meta": "_update_fake"},
+)

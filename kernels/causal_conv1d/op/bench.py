@@ -1,0 +1,200 @@
+"""The benchmark of causal convolutions: cases, the bytes that they move, and the package causal_conv1d as a
+baseline."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scan_registry.catalog import distributions
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.causal_conv1d.problem import DTYPES, WIDTHS
+from scan_registry.kernels.model import ITEM_SIZE
+from scan_registry.ops.benchmark import Baseline, Benchmark, Call
+from scan_registry.ops.operator import PASSES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LAYOUTS = ("time_last", "channel_last")
+#: Those of Mamba's blocks.
+USUAL = (
+    "time_last:8,2048,2048:bfloat16",
+    "channel_last:8,2048,2048:bfloat16",
+    "time_last:4,5120,4096:bfloat16",
+    "channel_last:1,8192,16384:bfloat16",
+    "time_last:8,2048,4096:float32",
+    "time_last:64,768,196:bfloat16",
+    "time_last:8,2047,2039:bfloat16",
+    "channel_last:8,2047,2039:bfloat16",
+)
+ON_CPU = ("time_last:2,64,256:float32",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution to time, with a bias and SiLU: ``time_last:8,2048,2048:bfloat16``, batch, channels and time."""
+
+    family: ClassVar[str] = "causal_conv1d"
+
+    layout: str
+    batch: int
+    channels: int
+    time: int
+    dtype: str
+    width: int = 4
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """``ValueError`` for anything that is no case."""
+        try:
+            layout, shape, dtype, *options = text.split(":")
+            batch, channels, time = map(int, shape.split(","))
+            given = dict(option.split("=") for option in options)
+            width = int(given.pop("width", 4))
+            known = layout in LAYOUTS and dtype in DTYPES and width in WIDTHS
+            if given or not known or min(batch, channels, time) < 1:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"the case is {text!r}; expected layout:batch,channels,time:dtype, and perhaps :width=N, where "
+                f"layouts are {', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, and widths {WIDTHS[0]} to "
+                f"{WIDTHS[-1]}"
+            ) from None
+        return cls(layout, batch, channels, time, dtype, width)
+
+    def __str__(self) -> str:
+        options = f":{self.options.replace(' ', '=')}" if self.options else ""
+        return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch}, {self.channels}, {self.time}"
+
+    @property
+    def options(self) -> str:
+        return "" if self.width == 4 else f"width {self.width}"
+
+    @property
+    def group(self) -> str:
+        words = [self.layout, f"{self.batch} × {self.channels}", self.options]
+        return ", ".join(filter(None, words))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
+
+    def moves(self, direction: str) -> tuple[int, int]:
+        """x and y; backward x, the gradient of y and that of x."""
+        return (1, 1) if direction == PASSES[0] else (2, 1)
+
+    def traffic(self, direction: str) -> int:
+        size = self.batch * self.channels * self.time * ITEM_SIZE[self.dtype]
+        return size * sum(self.moves(direction))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sequence(self, device: torch.device | str) -> Tensor:
+        """A new random tensor (batch, channels, time) in the case's layout."""
+        import torch
+
+        last = (self.batch, self.channels, self.time)
+        shape = last if self.layout == "time_last" else (last[0], last[2], last[1])
+        drawn = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
+        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
+
+    def filters(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """New random weights and biases."""
+        import torch
+
+        weight = torch.randn(self.channels, self.width, device=device) / self.width**0.5
+        return weight, torch.randn(self.channels, device=device)
+
+
+@dataclass(frozen=True)
+class CausalConv1d:
+    """The package of that name: forward as its users call it, backward its kernel alone."""
+
+    name: ClassVar[str] = "causal-conv1d"
+    captured: ClassVar[bool] = True
+
+    def refusal(self, case: Case) -> str | None:
+        if case.width > 4:
+            return "it takes widths up to 4"
+        odd = case.layout == "channel_last" and case.channels % 8
+        return "it takes whole eights of contiguous channels" if odd else None
+
+    def kernel_call(
+        self, case: Case, direction: str, device: torch.device
+    ) -> Callable[[], Call] | None:
+        if self.refusal(case):
+            return None
+
+        def make() -> Call:
+            import torch
+
+            module: Any = importlib.import_module("causal_conv1d")
+            x, filters = case.sequence(device), case.filters(device)
+
+            def forward() -> Any:
+                with torch.no_grad():
+                    return module.causal_conv1d_fn(x, *filters, activation="silu")
+
+            if direction == PASSES[0]:
+                return forward
+            # Autograd would run on the stream of a forward pass, which no graph of another stream can record.
+            backward = importlib.import_module(
+                "causal_conv1d.cpp_functions"
+            ).causal_conv1d_bwd_function
+            nothing, grad = (None,) * 4, case.sequence(device)
+            return lambda: backward(x, *filters, grad, *nothing, False, True)
+
+        return make
+
+
+class ConvBenchmark(Benchmark):
+    """Convolutions of width 4 in both layouts."""
+
+    subject = "causal convolutions"
+    description = (
+        "Times the forward and the backward pass of causal convolutions with a bias and SiLU, and the package "
+        "causal-conv1d beside them where that is installed."
+    )
+    case_help = (
+        "layout:batch,channels,time:dtype, to which :width=N may be added; may repeat. Default: sizes of Mamba's "
+        "blocks"
+    )
+    columns = ("layout", "B, C, T~", "dtype")
+    backends = (("cuda",), ("auto",))
+
+    def parse(self, text: str) -> Case:
+        return Case.parse(text)
+
+    def cases(self, given: Namespace, kind: str) -> list[Case]:
+        usual = USUAL if kind == "cuda" else ON_CPU
+        return [Case.parse(text) for text in given.case or usual]
+
+    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+        """The operator forward, and backward what autograd calls."""
+        from scan_registry.kernels.causal_conv1d.op import plans
+        from scan_registry.kernels.causal_conv1d.op.arguments import normalised
+        from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
+
+        x, (weight, bias) = case.sequence(device), case.filters(device)
+        if direction == PASSES[0]:
+            return lambda: causal_conv1d(x, weight, bias, activation="silu", backend=backend)
+        given, options = normalised(x, weight, bias, None, None, None, False, "silu", backend)
+        y_grad, wanted = case.sequence(device), (True, True, True, False)
+        return lambda: plans.backward(given, y_grad, None, options, wanted)
+
+    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+        there = device.type == "cuda" and distributions.version("causal-conv1d") is not None
+        return (CausalConv1d(),) if there else ()
+
+
+BENCHMARK = ConvBenchmark()

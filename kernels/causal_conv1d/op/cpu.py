@@ -1,0 +1,157 @@
+"""``causal_conv1d`` by this package's compiled code for the CPU: ``csrc/cpu_causal_conv1d.c``.
+
+Arguments are as ``normalised`` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.causal_conv1d.op.arguments import (
+    COMPILED,
+    Arguments,
+    Options,
+    UpdateArguments,
+)
+from scan_registry.kernels.causal_conv1d.problem import ConvProblem, ReductionProblem, UpdateProblem
+from scan_registry.ops import _cpu
+
+#: What a call does to its tensors; None where the compiled code does not compute it.
+Plan = Callable[..., Any] | None
+
+
+def takes(x: Tensor, options: Options) -> bool:
+    """Whether the compiled code computes it."""
+    here = x.device.type == "cpu" and options.backend == "auto"
+    return here and x.dtype in COMPILED and x.numel() > 0
+
+
+def plan_forward(x: Tensor, options: Options) -> Plan:
+    """Of the arguments' tensors."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: forward(Arguments(*tensors), options)
+
+
+def plan_backward(x: Tensor, options: Options, wanted: Sequence[bool]) -> Plan:
+    """Of the arguments' tensors and the gradients of y and the final state."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: backward(
+        Arguments(*tensors[:6]), tensors[6], tensors[7], options, wanted
+    )
+
+
+def plan_update(x: Tensor, options: Options) -> Plan:
+    """Of the update's tensors."""
+    if not takes(x, options):
+        return None
+    return lambda *tensors: update(UpdateArguments(*tensors), options)
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _run(
+    kernel: str,
+    like: tuple[Tensor, Tensor],
+    tensors: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    strided: Sequence[Tensor],
+) -> None:
+    """Call ``kernel``. ``like`` are x and the weight, which give the dtypes. ``tensors`` are the kernel's pointers.
+    The strides of those in ``strided`` are passed too."""
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in like]
+    pointers = tuple(None if each is None else each.data_ptr() for each in tensors)
+    scalars = tuple(map(int, (*sizes, *(n for tensor in strided for n in tensor.stride()))))
+    getattr(_cpu, kernel)(*dtypes, pointers, scalars, torch.get_num_threads())
+
+
+def _sizes(given: Arguments, options: Options) -> tuple[int, ...]:
+    bounds = given.cu_seqlens
+    sequences = 0 if bounds is None else bounds.shape[0] - 1
+    return *given.x.shape, given.weight.shape[1], sequences, int(options.silu)
+
+
+def _new_state(given: Arguments) -> Tensor:
+    rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    return given.x.new_empty((rows, given.x.shape[1], given.weight.shape[1] - 1))
+
+
+def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+    """y, and the final state if it is asked for."""
+    x, weight, bias, state, seq_idx, bounds = given
+    y, last = torch.empty_like(x), _new_state(given) if options.final else None
+    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
+    sizes = _sizes(given, options)
+    _run("causal_conv1d_forward", (x, weight), (x, y, *inputs, last), sizes, (x, y))
+    return y, last
+
+
+def backward(
+    given: Arguments,
+    y_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients that are wanted, in the dtypes of what they are of."""
+    x, weight, bias, state, seq_idx, bounds = given
+    of_x, of_weight, of_bias, of_state = wanted
+    x_grad = torch.empty_like(x)
+    weight_grad = weight.new_empty(weight.shape) if of_weight else None
+    bias_grad = weight.new_empty(weight.shape[0]) if of_bias else None
+    state_grad = _new_state(given) if of_state else None
+    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
+    outputs = x_grad, _dense(final_grad), weight_grad, bias_grad, state_grad
+    sizes, strided = _sizes(given, options), (x, y_grad, x_grad)
+    _run("causal_conv1d_backward", (x, weight), (x, y_grad, *inputs, *outputs), sizes, strided)
+    return x_grad if of_x else None, weight_grad, bias_grad, state_grad
+
+
+def update(given: UpdateArguments, options: Options) -> Tensor:
+    """y; the state is changed in place."""
+    x, state, weight, bias, positions, indices = given
+    y = torch.empty_like(x)
+    tensors = x, state, y, weight.contiguous(), _dense(bias), positions, indices
+    sizes = *x.shape, weight.shape[1], state.shape[0], state.shape[2], int(options.silu)
+    _run("causal_conv1d_update", (x, weight), tensors, sizes, (x, state, y))
+    return y
+
+
+def run(
+    problem: ConvProblem | ReductionProblem | UpdateProblem, tensors: Mapping[str, Tensor | None]
+) -> None:
+    """Do what the kernel for a problem does, on its tensors; all of a partial sum goes to its first piece."""
+    if isinstance(problem, ReductionProblem):
+        raise NotImplementedError("on the CPU no kernel of its own adds up sums")
+
+    def of(*names: str) -> list[Any]:
+        return [tensors.get(name) for name in names]
+
+    like: Any = of("x", "weight")
+    inputs = of("weight", "bias", "initial_state", "seq_idx", "offsets")
+    sizes = problem.batch, problem.channels, problem.time, problem.width
+    if isinstance(problem, UpdateProblem):
+        strided = of("x", "state", "y")
+        given = [*strided, *of("weight", "bias", "positions", "indices")]
+        of_state = problem.slots, problem.length, problem.silu
+        _run("causal_conv1d_update", like, given, (*sizes, *of_state), strided)
+        return
+    numbers = *sizes, problem.sequences, problem.silu
+    if problem.direction == "forward":
+        given = [*of("x", "y"), *inputs, *of("final_state")]
+        _run("causal_conv1d_forward", like, given, numbers, of("x", "y"))
+        return
+    weight, partials = of("weight", "partials")
+    sums = torch.empty_like(weight), weight.new_empty(problem.channels)
+    outputs = *of("x_grad", "final_state_grad"), *sums, *of("initial_state_grad")
+    strided = of("x", "y_grad", "x_grad")
+    _run("causal_conv1d_backward", like, [*strided[:2], *inputs, *outputs], numbers, strided)
+    partials.zero_()
+    partials[0, :-1], partials[0, -1] = sums[0].flip(1).T, sums[1]

@@ -1,0 +1,200 @@
+"""``causal_conv1d``: a short causal convolution of each channel along time, differentiable, and its step by step form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch.select import BACKENDS, Backend
+from scan_registry.kernels.causal_conv1d.op import autograd as causal_conv1d_derivatives
+from scan_registry.kernels.causal_conv1d.op import plans as causal_conv1d_plans
+from scan_registry.kernels.causal_conv1d.op.arguments import normalised
+from scan_registry.kernels.causal_conv1d.op.plans import KernelCall
+from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
+from scan_registry.ops.checks import refuse_inference
+from scan_registry.ops.values import check_range, check_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class ConvolutionOptions(TypedDict, total=False):
+        """What ``causal_conv1d`` takes by name, beside ``return_final_state``."""
+
+        initial_state: Tensor | None
+        seq_idx: Tensor | None
+        cu_seqlens: Tensor | None
+        activation: str | None
+        backend: Backend
+
+
+__all__ = ["BACKENDS", "causal_conv1d", "causal_conv1d_update", "describe"]
+
+
+# fmt: off
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[ConvolutionOptions],
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[ConvolutionOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def causal_conv1d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[ConvolutionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]) over j from 0 to width-1, for each channel by itself.
+
+    Args:
+        x: (batch, channels, time) of float32, bfloat16 or float16; float64 in plain torch. Where time has stride 1, or
+            channels have (a transposed (batch, time, channels) tensor), nothing is copied.
+        weight: (channels, width), of a width from 2 to 8. float32 weights go with narrower x as they are.
+        bias: (channels,); None for zeros.
+        initial_state: (batch, channels, width-1), the inputs before the first step, the oldest first; with
+            ``cu_seqlens`` (sequences, channels, width-1). None for zeros. It is taken in the dtype of x.
+        seq_idx: (batch, time) integers within int32. Steps see no further back than to where the number changes. The
+            initial state precedes the first such sequence. Numbers below zero mark padding, for which y is zero. Larger
+            numbers of int64 are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else only the lower
+            32 bits count.
+        cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along time begin, and where the
+            last one ends: 0, …, time. The batch is 1 then. Values that do not rise from 0 to the length of time are
+            refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else results are of no use, but nothing
+            outside of the tensors is touched.
+        return_final_state: return the last width-1 inputs, too, those of the initial state among them, in the shape of
+            ``initial_state``; with ``seq_idx`` those of the last sequence, with zeros for others.
+        activation: None, or ``"silu"`` or ``"swish"``, which are the same.
+        backend: ``"auto"`` takes the best binary installed for this GPU; ``"cuda"`` pins the language;
+            ``"reference"`` is plain torch on any device.
+
+    Returns:
+        y, in the dtype and the memory layout of x, and if asked for the final state. Sums are in float32 where that
+        dtype is narrower. Differentiable in x, weight, bias and initial_state, any number of times and in both modes;
+        the first derivative is a kernel, whose results are the same in every run, others are plain torch.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
+        ValueError: a shape is not as described, devices differ, or an option is out of range.
+        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs on this GPU.
+        DriverError: the driver failed; the message names the kernel, its variant and the launch.
+
+    Warns:
+        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
+    """
+    y, last = causal_conv1d_derivatives.call(
+        (x, weight, bias, initial_state, seq_idx, cu_seqlens),
+        (return_final_state, activation, backend),
+    )
+    return y if last is None else (y, last)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
+    """One step of ``causal_conv1d``, or a few, for generation: the last inputs are kept in ``conv_state``.
+
+    One launch, which a CUDA graph can record. It has no derivative.
+
+    Args:
+        x: (batch, channels), or (batch, channels, steps).
+        conv_state: (batch, channels, inputs) of the dtype of x, any strides, changed in place. At least width-1 inputs;
+            the last one is the latest.
+        weight, bias, activation: as in ``causal_conv1d``.
+        cache_seqlens: (batch,) int32, how many inputs came before. The state is a ring then: an input stands at its
+            number modulo the ring's length. Other values than 0 to 2**31 - 1 are refused on the CPU, and under
+            ``SCAN_REGISTRY_DEBUG=1`` on a GPU.
+        conv_state_indices: (batch,) int32. Row ``conv_state_indices[b]`` of the state belongs to batch b. Indices must be
+            unique. A negative index gives a zero y and changes no state. Out-of-range and duplicate indices are errors
+            on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, an index that is too large acts
+            as a negative one, and a duplicate corrupts its state row.
+        backend: as in ``causal_conv1d``.
+
+    Returns:
+        y, in the shape of x.
+
+    Raises:
+        RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
+            ``torch.inference_mode()`` is not on. The state that it would need is overwritten. Or ``torch.vmap`` maps
+            over a tensor; or the state was made under ``torch.inference_mode()``, which is not on.
+        And as ``causal_conv1d``.
+    """
+    if not torch.compiler.is_compiling():
+        refuse_inference("conv_state", conv_state)
+    check_rows("conv_state_indices", conv_state_indices, conv_state)
+    check_range("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
+    tensors = x, conv_state, weight, bias
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "causal_conv1d_update has no derivative, and a tensor requires one; call it under torch.no_grad() or "
+            "torch.inference_mode()"
+        )
+    return causal_conv1d_derivatives.call_update(
+        (x, conv_state, weight, bias, cache_seqlens, conv_state_indices), (activation, backend)
+    )
+
+
+def describe(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> dict[str, KernelCall]:
+    """The problems that a call of ``causal_conv1d`` with these arguments poses, by direction; those of derivatives only
+    if they are asked for. Nothing is computed."""
+    wanted: list[Any] = [
+        t is not None and t.requires_grad for t in (x, weight, bias, initial_state)
+    ]
+    given, options = normalised(
+        *(x, weight, bias, initial_state, seq_idx, cu_seqlens),
+        *(return_final_state, activation, backend),
+    )
+    if given.x.numel() == 0:
+        return {}
+    calls = {"forward": causal_conv1d_plans.make_kernel_call("forward", given, options)}
+    if any(wanted):
+        y_grad = torch.empty_like(given.x, device="meta")
+        call = causal_conv1d_plans.make_kernel_call("backward", given, options, y_grad)
+        calls["backward"] = call
+        kernel = FAMILY.kernel(call.problem.kernel, "cuda")
+        takers = [
+            (kernel.cost(v, call.problem), number, v)
+            for number, v in enumerate(kernel.variants)
+            if kernel.rules.accepts(v, call.problem) is None
+        ]
+        if takers and (wanted[1] or wanted[2]):
+            count = pieces(min(takers)[2], call.problem)  # type: ignore[arg-type]
+            calls["reduction"] = causal_conv1d_plans.make_reduction_call(given, count)
+    return calls

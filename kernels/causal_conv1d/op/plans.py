@@ -1,0 +1,436 @@
+"""How a causal convolution runs: by a kernel, or in plain torch; forwards, backwards and step by step.
+
+Arguments are as ``normalised`` makes them. A call of shapes, strides and dtypes seen before finds its selection in a
+plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Backend, Decision
+from scan_registry.kernels.causal_conv1d import reference
+from scan_registry.kernels.causal_conv1d.op import cpu as causal_conv1d_cpu
+from scan_registry.kernels.causal_conv1d.op.arguments import (
+    COMPILED,
+    Arguments,
+    Options,
+    UpdateArguments,
+)
+from scan_registry.kernels.causal_conv1d.problem import (
+    ConvProblem,
+    Direction,
+    Layout,
+    ReductionProblem,
+    Strides,
+    UpdateProblem,
+)
+from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
+from scan_registry.kernels.model import Problem, Variant
+from scan_registry.ops.launching import Run, plan_cache
+from scan_registry.runtime.loader import prepare, run_reference
+
+Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+# --- Problems ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first."""
+
+    problem: ConvProblem | ReductionProblem | UpdateProblem
+    copied: tuple[str, ...] = ()
+
+    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
+        """The problem alone."""
+        return ((self.problem, backend),)
+
+    def fused(self) -> None:
+        """No kernel of this family does what another one does, too."""
+
+
+def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | None:
+    """Which dimension has unit stride in all tensors; None if none has. For a single step, channels come first."""
+    ways: list[tuple[Layout, int]] = [("time_last", 2), ("channel_last", 1)]
+    if shape[2] == 1 and shape[1] > 1:
+        ways.reverse()
+    for layout, unit in ways:
+        if shape[unit] == 1 or all(each[unit] == 1 for each in strides):
+            return layout
+    return None
+
+
+def _common_alignment(tensors: Sequence[Tensor | None]) -> int:
+    """The largest power of two up to 16 that divides every address. Plans are kept by it."""
+    together = 16
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_meta:
+            together |= tensor.data_ptr()
+    return together & -together
+
+
+def _new_strides(x: Tensor) -> tuple[int, ...]:
+    """Of a new tensor like x."""
+    return x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
+
+
+def make_kernel_call(
+    direction: Direction,
+    given: Arguments,
+    options: Options,
+    y_grad: Tensor | None = None,
+    others: Sequence[Tensor | None] = (),
+) -> KernelCall:
+    """The kernel call of one direction. Tensors that have other strides than x, or no dimension of unit stride, are
+    copied first: to the strides of a new tensor like x, or without gaps. The kernel also reads ``others``."""
+    x, dense = given.x, _new_strides(given.x)
+    own = {"x": x.stride(), **({} if y_grad is None else {"y_grad": y_grad.stride()})}
+    copied: tuple[str, ...] = ()
+    layout = _layout(x.shape, [*own.values(), dense])
+    if layout is None:
+        layout = _layout(x.shape, [x.stride(), dense])
+        copied = ("y_grad",)
+        if layout is None:
+            copied = tuple(own)
+            layout = _layout(x.shape, [dense])
+            if layout is None:  # batch has unit stride
+                layout = "time_last"
+                dense = torch.empty(x.shape, device="meta").stride()
+        own |= dict.fromkeys(copied, dense)
+    problem = ConvProblem(
+        direction=direction,
+        layout=layout,
+        dtype=str(x.dtype).removeprefix("torch."),
+        batch=x.shape[0],
+        channels=x.shape[1],
+        time=x.shape[2],
+        width=given.weight.shape[1],
+        strides=tuple(Strides(*each) for each in (*own.values(), dense)),
+        alignment=_common_alignment([*given, y_grad, *others]),
+        sequences=0 if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1,
+        indexed=given.seq_idx is not None,
+        silu=options.silu,
+        wide_weights=given.weight.dtype != x.dtype,
+    )
+    return KernelCall(problem, copied)
+
+
+def make_reduction_call(given: Arguments, count: int) -> KernelCall:
+    """The sum over a backward kernel's ``count`` pieces."""
+    output = str(given.weight.dtype).removeprefix("torch.")
+    channels, width = given.weight.shape
+    return KernelCall(ReductionProblem(output, count, channels, width))
+
+
+def make_update_call(given: UpdateArguments, options: Options) -> KernelCall:
+    """What an update makes of its inputs."""
+    x, state = given.x, given.state
+    problem = UpdateProblem(
+        dtype=str(x.dtype).removeprefix("torch."),
+        batch=x.shape[0],
+        channels=x.shape[1],
+        time=x.shape[2],
+        width=given.weight.shape[1],
+        slots=state.shape[0],
+        length=state.shape[2],
+        strides=tuple(Strides(*each) for each in (x.stride(), state.stride(), _new_strides(x))),
+        silu=options.silu,
+        wide_weights=given.weight.dtype != x.dtype,
+    )
+    return KernelCall(problem)
+
+
+def _runner(
+    call: KernelCall, device: torch.device, options: Options
+) -> tuple[Run, Variant] | Decision:
+    """A function that runs the best kernel for the problem; where only plain torch solves it, the decision that says
+    so."""
+    backend: Any = options.backend
+    plan = prepare(device.index, FAMILY, call.problem, backend, policy.lowest())
+    variant = plan.decision.taken().variant
+    if plan.launch is None or variant is None:
+        return plan.decision
+    return plan.run, variant
+
+
+def _is_plain(x: Tensor, options: Options) -> bool:
+    """Whether no kernel on a GPU is looked for."""
+    return (
+        options.backend == "reference"
+        or x.device.type == "cpu"
+        or x.dtype not in COMPILED
+        or x.numel() == 0
+    )
+
+
+def _like(model: Tensor, found: Tensor) -> Tensor:
+    """In the dtype and the memory layout of a new tensor like the model."""
+    if found.dtype == model.dtype and found.stride() == _new_strides(model):
+        return found
+    return torch.empty_like(model).copy_(found)
+
+
+def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor]:
+    """The tensors, with copies, in the strides of the problem, of those that ``call`` names."""
+    problem = call.problem
+    assert isinstance(problem, ConvProblem)
+    strides = tuple(vars(problem.strides[-1]).values())
+    return {
+        name: torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+        if name in call.copied
+        else t
+        for name, t in tensors.items()
+    }
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def _check(given: Arguments) -> None:
+    """Raise for tensors that kernels must not be given: users may call the registered operator directly."""
+    x, weight, bias, state, seq_idx, cu_seqlens = given
+    rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    expected = {
+        "weight": (weight, (x.shape[1], weight.shape[-1]), (x.dtype, torch.float32)),
+        "bias": (bias, (x.shape[1],), (weight.dtype,)),
+        "initial_state": (state, (rows, x.shape[1], weight.shape[-1] - 1), (x.dtype,)),
+        "seq_idx": (seq_idx, (x.shape[0], x.shape[2]), (torch.int32,)),
+        "cu_seqlens": (cu_seqlens, (rows + 1,), (torch.int64,)),
+    }
+    for name, (tensor, shape, dtypes) in expected.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device != x.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; the operator "
+                f"takes {' or '.join(map(str, dtypes))} of shape {shape} on {x.device}"
+            )
+
+
+def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+    """y, and the final state if ``options`` asks for it."""
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(plan_forward, given, options)
+    return outputs
+
+
+def state_shape(given: Arguments) -> tuple[int, int, int]:
+    """Of the states before and after: one for each batch, or for each packed sequence."""
+    rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    return rows, given.x.shape[1], given.weight.shape[1] - 1
+
+
+def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor | None) -> Tensor:
+    """Memory for a state or its gradient. A kernel writes nothing for packed sequences without steps, which keep
+    ``entering``."""
+    state = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if packed:
+        state = state.zero_() if entering is None else state.copy_(entering)
+    return state
+
+
+def plan_forward(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``forward``, from its tensors and options."""
+    *tensors, options = arguments
+    given = Arguments(*tensors)
+    _check(given)
+
+    def by_reference(*tensors: Any) -> Any:
+        x, weight, bias, state, seq_idx, bounds = tensors
+        runs = reference.Runs(seq_idx, bounds)
+        y, last = reference.forward(x, weight, bias, state, runs, options.silu, options.final)
+        return _like(x, y), None if last is None else last.contiguous()
+
+    if _is_plain(given.x, options):
+        return causal_conv1d_cpu.plan_forward(given.x, options) or by_reference
+    call = make_kernel_call("forward", given, options)
+    found = _runner(call, given.x.device, options)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    run, shape, packed = found[0], state_shape(given), given.cu_seqlens is not None
+
+    def plan(*tensors: Any) -> Any:
+        x, weight, bias, state, seq_idx, bounds = tensors
+        inputs = _copied({"x": x}, call) if call.copied else {"x": x}
+        y = torch.empty_like(inputs["x"])
+        last = _new_state(shape, x, packed, state) if options.final else None
+        run(
+            {
+                **inputs,
+                "weight": weight.contiguous(),
+                "bias": bias if bias is None else bias.contiguous(),
+                "initial_state": state,
+                "seq_idx": seq_idx,
+                "offsets": bounds,
+                "y": y,
+                "final_state": last,
+            }
+        )
+        return _like(x, y), last
+
+    return plan
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    given: Arguments, y_grad: Tensor, final_grad: Tensor | None, options: Options, wanted: Wanted
+) -> Gradients:
+    """The gradients that are wanted, in the dtypes of what they are of."""
+    found: Gradients = plan_cache.run(plan_backward, (*given, y_grad, final_grad), options, wanted)
+    return found
+
+
+def narrowed(given: Arguments, found: reference.Gradients, wanted: Wanted) -> Gradients:
+    """Those that are wanted, in the dtypes of what they are of."""
+    x, weight, bias, state, *_ = given
+    models = x, weight, weight if bias is None else bias, x if state is None else state
+    of_x, of_weight, of_bias, of_state = (
+        grad.to(model.dtype) if want else None
+        for grad, model, want in zip(found, models, wanted, strict=True)
+    )
+    return of_x, of_weight, of_bias, of_state
+
+
+def plan_backward(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``backward``, from its tensors, options and what is wanted."""
+    given, (y_grad, final_grad, options, wanted) = Arguments(*arguments[:6]), arguments[6:]
+    _check(given)
+    if y_grad.shape != given.x.shape or y_grad.dtype != given.x.dtype:
+        raise ValueError(
+            f"y_grad is {y_grad.dtype} of shape {tuple(y_grad.shape)}; the operator takes {given.x.dtype} of "
+            f"shape {tuple(given.x.shape)}"
+        )
+
+    def by_reference(*tensors: Any) -> Any:
+        given, (grad, last) = Arguments(*tensors[:6]), tensors[6:]
+        x, weight, bias, state, seq_idx, bounds = given
+        runs = reference.Runs(seq_idx, bounds)
+        grads = reference.backward(x, weight, bias, state, grad, last, runs, options.silu)
+        of_x, of_weight, of_bias, of_state = narrowed(given, grads, wanted)
+        return (
+            None if of_x is None else _like(x, of_x),
+            None if of_weight is None else of_weight.contiguous(),
+            of_bias,
+            None if of_state is None else of_state.clone(memory_format=torch.contiguous_format),
+        )
+
+    if _is_plain(given.x, options):
+        return causal_conv1d_cpu.plan_backward(given.x, options, wanted) or by_reference
+    call = make_kernel_call("backward", given, options, y_grad, [final_grad])
+    found = _runner(call, given.x.device, options)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    run, variant = found
+    of_x, of_weight, of_bias, of_state = wanted
+    assert isinstance(call.problem, ConvProblem)
+    count = pieces(variant, call.problem)
+    reduce: Run | None = None
+    if of_weight or of_bias:
+        # Where no kernel for the sum runs, plain torch adds the partial sums, in another order.
+        reducing = _runner(make_reduction_call(given, count), given.x.device, options)
+        reduce = None if isinstance(reducing, Decision) else reducing[0]
+    shape, packed = state_shape(given), given.cu_seqlens is not None
+    channels, width = given.weight.shape
+
+    def plan(*tensors: Any) -> Any:
+        x, weight, bias, state, seq_idx, bounds, grad, last = tensors
+        inputs = {"x": x, "y_grad": grad}
+        if call.copied:
+            inputs = _copied(inputs, call)
+        x_grad = torch.empty_like(inputs["x"])
+        state_grad = weight_grad = bias_grad = partials = None
+        last = None if last is None else last.contiguous()
+        if of_state:
+            state_grad = _new_state(shape, x, packed, last)
+        if of_weight or of_bias:
+            size = count, width + 1, channels
+            partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        run(
+            {
+                **inputs,
+                "weight": weight.contiguous(),
+                "bias": bias if bias is None else bias.contiguous(),
+                "initial_state": state,
+                "seq_idx": seq_idx,
+                "offsets": bounds,
+                "final_state_grad": last,
+                "x_grad": x_grad,
+                "initial_state_grad": state_grad,
+                "partials": partials,
+            }
+        )
+        if partials is not None and reduce is not None:
+            if of_weight:
+                weight_grad = torch.empty((channels, width), dtype=weight.dtype, device=x.device)
+            if of_bias:
+                bias_grad = torch.empty(channels, dtype=weight.dtype, device=x.device)
+            reduce({"partials": partials, "weight_grad": weight_grad, "bias_grad": bias_grad})
+        elif partials is not None:
+            sums = partials.sum(0)
+            weight_grad = sums[:width].flip(0).T.to(weight.dtype).contiguous()
+            bias_grad = sums[width].to(weight.dtype, copy=True)  # on 16 bytes, unlike a view
+        return (
+            _like(x, x_grad) if of_x else None,
+            weight_grad if of_weight else None,
+            bias_grad if of_bias else None,
+            state_grad,
+        )
+
+    return plan
+
+
+# --- Step by step -----------------------------------------------------------------------------
+
+
+def update(given: UpdateArguments, options: Options) -> Tensor:
+    """y; the state is changed in place."""
+    y: Tensor = plan_cache.run(plan_update, given, options)
+    return y
+
+
+def plan_update(*arguments: Any) -> Callable[..., Any]:
+    """The plan of ``update``, from its tensors and options."""
+    *tensors, options = arguments
+    given = UpdateArguments(*tensors)
+
+    def by_reference(*tensors: Any) -> Any:
+        x, state, weight, bias, positions, indices = tensors
+        y = reference.update(x, state, weight, bias, positions, indices, options.silu)
+        return _like(x, y)
+
+    if _is_plain(given.x, options):
+        return causal_conv1d_cpu.plan_update(given.x, options) or by_reference
+    found = _runner(make_update_call(given, options), given.x.device, options)
+    if isinstance(found, Decision):
+        decision = found
+        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+    run, _ = found
+
+    def plan(*tensors: Any) -> Any:
+        x, state, weight, bias, positions, indices = tensors
+        y = torch.empty_like(x)
+        run(
+            {
+                "x": x,
+                "state": state,
+                "weight": weight.contiguous(),
+                "bias": bias if bias is None else bias.contiguous(),
+                "positions": positions,
+                "indices": indices,
+                "y": y,
+            }
+        )
+        return y
+
+    return plan

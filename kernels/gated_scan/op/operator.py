@@ -1,0 +1,223 @@
+"""``gated_scan`` as commands know it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.ops.operator import (
+    PASSES,
+    KernelCall,
+    Operator,
+    Option,
+    ParsedCall,
+    described_tensor,
+    known,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
+    from scan_registry.kernels.gated_scan.op.bench import Case
+    from scan_registry.kernels.gated_scan.problem import GatedScanProblem
+
+USUAL_KIND = "min_gru"
+
+
+class GatedScan(Operator):
+    """Its kernels are not tuned."""
+
+    name = "gated_scan"
+    shape = "batch, channels and time"
+    options = (
+        Option(
+            "--kind",
+            metavar="X",
+            help=f"of gates: {', '.join(KINDS)}; default: {USUAL_KIND}",
+        ),
+        Option(
+            "--channel-last", action="store_true", help="channels have stride 1, and time has not"
+        ),
+        Option("--reset", action="store_true", help="states start anew at some steps"),
+        Option("--reverse", action="store_true", help="scan from the end"),
+    )
+
+    def describe(
+        self,
+        kind: Any,
+        *inputs: Any,
+        initial_state: Any = None,
+        reset: Any = None,
+        dim: Any = -1,
+        reverse: Any = False,
+        cu_seqlens: Any = None,
+        return_final_state: Any = False,
+        backend: Any = "auto",
+    ) -> Mapping[str, KernelCall]:
+        """The kernel calls by direction. Kind ``linear`` without resets is described by ``linear_scan``."""
+        import torch
+
+        from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
+        from scan_registry.kernels.gated_scan.op.problems import describe, is_linear
+        from scan_registry.kernels.linear_scan.op import function as linear_scan
+
+        options = Options(kind, dim, reverse, return_final_state, backend)
+        given, options = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
+        wanted = any(t is not None and t.requires_grad for t in (*inputs, initial_state))
+        if is_linear(given, options):
+            return linear_scan.describe(
+                inputs[0],
+                inputs[1],
+                initial_state,
+                dim=dim,
+                reverse=reverse,
+                cu_seqlens=cu_seqlens,
+                return_final_state=return_final_state,
+                backend=backend,
+            )
+        with torch.no_grad():
+            return describe(given, options, wanted)
+
+    def family_of(self, call: KernelCall) -> str:
+        from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
+
+        return self.name if isinstance(call, gated_scan_problems.KernelCall) else "linear_scan"
+
+    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+        if len(shape) != 3:
+            raise ValueError(
+                f"--shape is {given.shape!r}; gated_scan takes batch, channels and time, such as 8,2560,4096"
+            )
+        import torch
+
+        name = USUAL_KIND if given.kind is None else known("--kind", given.kind, [*KINDS])
+        kind, (batch, channels, time) = KINDS[name], shape
+        wide = "float64" if dtype == "float64" else "float32"
+
+        def sequence() -> Tensor:
+            if given.channel_last:
+                return described_tensor((batch, time, channels), dtype).transpose(1, 2)
+            return described_tensor(shape, dtype)
+
+        tensors = (
+            *(sequence() for _ in kind.inputs),
+            *(described_tensor((channels,), wide) for _ in kind.parameters),
+        )
+        reset = None
+        if given.reset:
+            reset = torch.empty((batch, time), dtype=torch.bool, device="meta")
+        record = {"kind": name, "channel_last": bool(given.channel_last)}
+        how = {"reverse": given.reverse}
+        return ParsedCall(
+            (name, *tensors), {**how, "reset": reset}, {**record, **how, "reset": given.reset}
+        )
+
+    def run_on_cpu(self, problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
+        from scan_registry.kernels.gated_scan.op import plans
+
+        given, options = _arguments(problem, tensors)
+        if problem.direction == "forward":
+            states, last = plans.forward(given, options._replace(final=True))
+            for name, made in (("states", states), ("final_state", last)):
+                _put(tensors.get(name), made)
+            return
+        rooms = _rooms(problem, tensors)
+        wanted = tuple(room is not None for room in rooms)
+        found = plans.backward(
+            given,
+            tensors["states"],  # type: ignore[arg-type]
+            tensors["states_grad"],
+            tensors.get("final_state_grad"),
+            options,
+            wanted,
+        )
+        for room, grad in zip(rooms, found, strict=True):
+            _put(room, grad)
+
+    def posed(self, case: Case, direction: str) -> tuple[GatedScanProblem, ...]:
+        from scan_registry.kernels.gated_scan.op.problems import describe
+
+        given, options = _given(case, "meta")
+        calls = describe(given, options, direction != PASSES[0])
+        return (calls[direction].problem,)
+
+    def tensors(
+        self, case: Case, problem: GatedScanProblem, device: torch.device | str
+    ) -> dict[str, Tensor | None]:
+        """Random tensors to time a kernel with. The states of a backward pass are random, too, so its results mean nothing."""
+        import torch
+
+        inputs, parameters = case.tensors(device)
+        found: dict[str, Tensor | None] = {f"input{n}": x for n, x in enumerate(inputs)}
+        if parameters:
+            found["parameters"] = torch.stack(parameters)
+        if problem.direction == "forward":
+            return {**found, "states": torch.empty_like(inputs[0])}
+        found |= {"states": case.sequence(device), "states_grad": case.sequence(device)}
+        for name in self.outputs(case, problem):
+            found[name] = torch.empty_like(inputs[0])
+        if parameters:
+            shape = problem.most_parts, *torch.stack(parameters).shape
+            found["parameters_grad"] = torch.empty(shape, device=device)
+        return found
+
+    def outputs(self, case: Case, problem: GatedScanProblem) -> tuple[str, ...]:
+        if problem.direction == "forward":
+            return ("states",)
+        return tuple(f"input{n}_grad" for n in range(problem.inputs))
+
+
+def _rooms(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    """The tensors that gradients are written to, in the order of the operator's arguments. The first part of a channel
+    parameter's gradient gets the whole sum; the other parts are zero."""
+    rooms = [tensors.get(f"input{n}_grad") for n in range(problem.inputs)]
+    sums = tensors.get("parameters_grad")
+    if sums is not None:
+        sums.zero_()
+    rooms += [None if sums is None else sums[0, n] for n in range(problem.parameters)]
+    return [*rooms, tensors.get("initial_state_grad")]
+
+
+def _put(room: Tensor | None, made: Tensor | None) -> None:
+    if room is not None and made is not None:
+        room.copy_(made)
+
+
+def _given(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
+    from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
+
+    inputs, parameters = case.tensors(device)
+    return Arguments(tuple(inputs), tuple(parameters)), Options(case.kind)
+
+
+def _arguments(
+    problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]
+) -> tuple[Arguments, Options]:
+    """The operator's arguments, from the tensors of a kernel."""
+    from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
+
+    inputs = [t for n in range(problem.inputs) if (t := tensors[f"input{n}"]) is not None]
+    parameters, initial = tensors.get("parameters"), tensors.get("initial_state")
+    left = tensors.get("initial_state_grad")
+    if initial is None and left is not None:  # zeros have a gradient, too
+        initial = left.new_zeros(left.shape)
+    given = Arguments(
+        tuple(inputs),
+        () if parameters is None else tuple(parameters.unbind()),
+        tensors.get("reset"),
+        initial,
+        tensors.get("offsets"),
+    )
+    name = next(
+        each.name
+        for each in KINDS.values()
+        if (each.source, each.option) == (problem.kind, problem.option)
+    )
+    return given, Options(name, -1, problem.reverse)
+
+
+OPERATOR = GatedScan()

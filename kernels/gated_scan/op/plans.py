@@ -1,0 +1,325 @@
+"""How a gated scan runs, forward and backward: by a kernel, or composed of torch's operators. Arguments are as ``normalised``
+makes them.
+
+Autograd records nothing here: ``gated_scan_derivatives`` calls both passes with derivatives switched off. The kernel for calls
+that agree in shapes, strides and dtypes is selected once, and kept in a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Decision
+from scan_registry.kernels import family
+from scan_registry.kernels.gated_scan.op import composed
+from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
+from scan_registry.kernels.gated_scan.op.problems import (
+    KernelCall,
+    aligned_reset,
+    has_kernels,
+    is_linear,
+    make_call,
+    reset_is_dense,
+)
+from scan_registry.kernels.gated_scan.problem import GatedScanProblem
+from scan_registry.kernels.linear_scan.op import arguments
+from scan_registry.kernels.linear_scan.op import plans as linear_plans
+from scan_registry.kernels.linear_scan.op.problems import StateLayout
+from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
+from scan_registry.runtime.loader import prepare, run_reference
+
+FAMILY_NAME = "gated_scan"
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+Outputs = tuple[Tensor, Tensor | None]
+Gradients = tuple[Tensor | None, ...]
+#: A function of ``Arguments.flat``; in backward passes also of the states, their gradient and the final state's gradient.
+Plan = Callable[..., Any]
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether the tensor is where kernels run."""
+    return bool(tensor.is_cuda)
+
+
+def _in_torch(given: Arguments, options: Options) -> bool:
+    """Whether torch's operators compute it, by the backend, the device or the dtype."""
+    return (
+        not on_gpu(given.inputs[0])
+        or options.backend == "reference"
+        or not has_kernels(given, options)
+    )
+
+
+def _prepared(
+    problem: GatedScanProblem, device: torch.device, backend: Any
+) -> tuple[Run, int] | Decision:
+    """How to run the best kernel, and how many partial sums of channel parameters' gradients it writes. Or the decision, if no
+    kernel fits."""
+    plan = prepare(device.index, family(FAMILY_NAME), problem, backend, policy.lowest())
+    launch = plan.decision.launch()
+    if plan.launch is None or launch is None:
+        return plan.decision
+    return plan.run, launch.scalars.get("parts", 0)
+
+
+# --- What both passes share -------------------------------------------------------------------
+
+
+def _copies(call: KernelCall) -> Callable[[dict[str, Any]], None] | None:
+    """A function that replaces tensors by copies with the strides that the kernel needs; None if none has to be copied. It
+    changes a dictionary from the names of the kernels' pointers to tensors."""
+    if not call.copied:
+        return None
+    strides = {n: call.inputs if n.startswith("input") else call.dense for n in call.copied}
+
+    def copy(tensors: dict[str, Any]) -> None:
+        for name, like in strides.items():
+            old = tensors[name]
+            new = torch.empty_strided(old.shape, like, dtype=old.dtype, device=old.device)
+            tensors[name] = new.copy_(old)
+
+    return copy
+
+
+def _named(
+    model: Arguments, call: KernelCall
+) -> Callable[[Sequence[Any], StateLayout], dict[str, Any]]:
+    """A function from ``Arguments.flat`` of calls like ``model`` to a dictionary from the names of the kernels' pointers to
+    tensors."""
+    count, end = len(model.inputs), len(model.inputs) + len(model.parameters)
+    names = [f"input{n}" for n in range(count)]
+    several, dense_reset = end - count > 1, reset_is_dense(model.reset)
+
+    def named(flat: Sequence[Any], room: StateLayout) -> dict[str, Any]:
+        tensors = dict(zip(names, flat, strict=False))
+        initial, reset, bounds = flat[end:]
+        if several:
+            tensors["parameters"] = torch.stack(flat[count:end])  # type: ignore[arg-type]
+        elif count < end:
+            tensors["parameters"] = flat[count].contiguous()
+        tensors["reset"] = reset if dense_reset else reset.contiguous()
+        tensors["initial_state"] = room.entering(initial)
+        tensors["offsets"] = bounds
+        return tensors
+
+    return named
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def forward(given: Arguments, options: Options) -> Outputs:
+    """The states, with the strides of a new tensor like the first input; and if asked for the final state, with the strides
+    of ``StateLayout``."""
+    if given.reset is not None:
+        given = aligned_reset(given)
+    outputs: Outputs = plan_cache.run(make_forward, given.flat, options)
+    return outputs
+
+
+def make_forward(*args: Any) -> Plan:
+    """The plan of ``forward``, from ``Arguments.flat`` and options."""
+    *flat, options = args
+    given = Arguments.of(options.kind, flat)
+
+    def in_torch(*flat: Any) -> Outputs:
+        given = Arguments.of(options.kind, flat)
+        with torch.no_grad():
+            states, last = composed.forward(given, options)
+        return as_allotted(given, options, states, last)
+
+    if is_linear(given, options):
+        return _forward_of_linear(given, options)
+    if _in_torch(given, options):
+        return in_torch
+    plan = plan_forward(given, options, addresses_of(flat))
+    if isinstance(plan, Decision):
+        decision = plan
+        return lambda *flat: run_reference(decision, lambda: in_torch(*flat))
+    return plan
+
+
+def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | Decision:
+    """The plan by which a kernel computes the states, and if asked for the final state. Or the decision, if no kernel fits."""
+    first, device = given.inputs[0], given.inputs[0].device
+    call = make_call("forward", given, options, addresses)
+    prepared = _prepared(call.problem, device, options.backend)
+    if isinstance(prepared, Decision):
+        return prepared
+    run, final, direct = prepared[0], options.final, call.direct
+    named, copy = _named(given, call), _copies(call)
+    room = StateLayout.of(first, options.dim, given.cu_seqlens)
+    new_states = allocator(device, first.shape, first.dtype, call.dense)
+
+    def plan(*flat: Any) -> Outputs:
+        tensors = named(flat, room)
+        if copy is not None:
+            copy(tensors)
+        states = tensors["states"] = new_states()
+        last = room.leaving(tensors["initial_state"]) if final else None
+        tensors["final_state"] = last
+        run(tensors)
+        return states if direct else torch.empty_like(flat[0]).copy_(states), last
+
+    return plan
+
+
+def _forward_of_linear(given: Arguments, options: Options) -> Plan:
+    """``linear_scan`` gives states the strides of the tokens. ``gated_scan`` promises those of its first input, the gates."""
+    how, room = (
+        _linear_options(options),
+        StateLayout.of(given.inputs[0], options.dim, given.cu_seqlens),
+    )
+
+    def plan(gates: Tensor, tokens: Tensor, initial: Any, _: Any, bounds: Any) -> Outputs:
+        states, last = linear_plans.forward(gates, tokens, initial, bounds, how)
+        promised = torch.empty_like(gates, device="meta").stride()
+        if states.stride() != promised:
+            states = torch.empty_like(gates).copy_(states)
+        return states, room.entering(last)
+
+    return plan
+
+
+def _linear_options(options: Options) -> arguments.Options:
+    return arguments.Options(options.dim, options.reverse, options.final, options.backend)
+
+
+def as_allotted(
+    given: Arguments, options: Options, states: Tensor, last: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """The results, copied where they do not have the strides that the operator promises."""
+    model = given.inputs[0]
+    room = torch.empty_like(model)
+    if states.stride() != room.stride():
+        states = room.copy_(states)
+    if last is not None:
+        of_state = StateLayout.of(model, options.dim, given.cu_seqlens)
+        # A view of the states would keep all of them, and outputs of an operator share no memory.
+        last = of_state.empty().copy_(last)
+    return states, last
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    given: Arguments,
+    states: Tensor,
+    states_grad: Tensor | None,
+    last_grad: Tensor | None,
+    options: Options,
+    wanted: tuple[bool, ...],
+) -> Gradients:
+    """The gradients that are wanted, of ``given.differentiable``. ``states`` are those that ``forward`` returned. At least one
+    of ``states_grad`` and ``last_grad`` is not None."""
+    if given.reset is not None:
+        given = aligned_reset(given)
+    tensors = *given.flat, states, states_grad, last_grad
+    gradients: Gradients = plan_cache.run(make_backward, tensors, options, wanted)
+    return gradients
+
+
+def make_backward(*args: Any) -> Plan:
+    """The plan of ``backward``, from its tensors, options and what is wanted."""
+    *tensors, options, wanted = args
+    *flat, states, states_grad, last_grad = tensors
+    given = Arguments.of(options.kind, flat)
+
+    def in_torch(*tensors: Any) -> Gradients:
+        *flat, _, states_grad, last_grad = tensors
+        # ``composed.backward`` calls autograd. The dispatcher may have excluded autograd's keys by now.
+        recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
+        with recorded, torch.no_grad():
+            given = Arguments.of(options.kind, flat)
+            return composed.backward(given, options, states_grad, last_grad, wanted)
+
+    if is_linear(given, options):
+        return _backward_of_linear(options, wanted)
+    if _in_torch(given, options):
+        return in_torch
+    plan = plan_backward(
+        given, states, states_grad, last_grad, options, wanted, addresses_of(tensors)
+    )
+    if isinstance(plan, Decision):
+        decision = plan
+        return lambda *tensors: run_reference(decision, lambda: in_torch(*tensors))
+    return plan
+
+
+def _backward_of_linear(options: Options, wanted: tuple[bool, ...]) -> Plan:
+    how, (for_gates, for_tokens, for_initial) = _linear_options(options), wanted
+
+    def plan(
+        gates: Tensor, tokens: Any, initial: Any, _: Any, bounds: Any,
+        states: Tensor, states_grad: Any, last_grad: Any,
+    ) -> Gradients:  # fmt: skip
+        if states_grad is None:
+            states_grad = states.new_zeros(()).expand(states.shape)
+        wanted = for_gates, for_tokens, for_initial and initial is not None
+        return linear_plans.backward(
+            gates, states, states_grad, initial, last_grad, bounds, how, wanted
+        )
+
+    return plan
+
+
+def plan_backward(
+    given: Arguments,
+    states: Tensor,
+    states_grad: Tensor | None,
+    last_grad: Tensor | None,
+    options: Options,
+    wanted: tuple[bool, ...],
+    addresses: int,
+) -> Plan | Decision:
+    """The plan by which a kernel computes the gradients that are wanted. Or the decision, if no kernel fits."""
+    first, device = given.inputs[0], given.inputs[0].device
+    others = {"states": states}
+    if states_grad is not None:
+        others["states_grad"] = states_grad
+    call = make_call("backward", given, options, addresses, others)
+    prepared = _prepared(call.problem, device, options.backend)
+    if isinstance(prepared, Decision):
+        return prepared
+    run, parts = prepared
+    named, copy = _named(given, call), _copies(call)
+    room = StateLayout.of(first, options.dim, given.cu_seqlens)
+    inputs, count = len(given.inputs), len(given.parameters)
+    of_inputs = [n for n in range(inputs) if wanted[n]]
+    of_parameters = wanted[inputs:-1]
+    for_initial = wanted[-1] and given.initial_state is not None
+    new_grad = allocator(device, first.shape, first.dtype, call.dense)
+    new_sums = allocator(device, (parts, count, call.problem.channels))
+    blank: list[Tensor | None] = [None] * len(wanted)
+
+    def plan(*args: Any) -> Gradients:
+        *flat, states, states_grad, last_grad = args
+        tensors = named(flat, room)
+        tensors["states"] = states
+        tensors["states_grad"] = new_grad().zero_() if states_grad is None else states_grad
+        if copy is not None:
+            copy(tensors)
+        entering = tensors["final_state_grad"] = room.entering(last_grad)
+        found = [*blank]
+        for n in of_inputs:
+            tensors[f"input{n}_grad"] = found[n] = new_grad()
+        if any(of_parameters):
+            tensors["parameters_grad"] = new_sums()
+        if for_initial:
+            tensors["initial_state_grad"] = found[-1] = room.leaving(entering)
+        run(tensors)
+        if any(of_parameters):
+            sums = tensors["parameters_grad"].sum(0)
+            for n, want in enumerate(of_parameters):
+                if want:
+                    found[inputs + n] = sums[n]
+        return tuple(found)
+
+    return plan

@@ -1,0 +1,1 @@
+"""``rnn`` for torch: the public function, its checks, plans and derivatives."""

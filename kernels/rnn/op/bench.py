@@ -1,0 +1,320 @@
+"""What is timed of recurrent networks: cases, targets, and torch.nn, scan_registry.nn and flashrnn beside them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scan_registry.dispatch.select import NoKernelError
+from scan_registry.kernels.rnn.problem import DTYPES, SIZES, Function, RnnBackend
+from scan_registry.ops.benchmark import (
+    OURS,
+    Baseline,
+    Benchmark,
+    Call,
+    Results,
+    Timing,
+    lengths,
+    whole_number,
+)
+from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops.operator import Option
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PASSES = ("forward", "forward+backward")
+BATCH, TIME = 16, 1024
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network to time. Steps wait for each other, and not for the memory."""
+
+    family: ClassVar[str] = "rnn"
+    options: ClassVar[str] = ""
+
+    function: Function
+    heads: int
+    dim: int
+    dtype: str = "bfloat16"
+    batch: int = BATCH
+    time: int = TIME
+
+    @classmethod
+    def parse(cls, text: str, batch: int = BATCH, time: int = TIME) -> Network:
+        """``lstm:1,768:bfloat16``, heads and their units; ``ValueError`` for anything else."""
+        try:
+            word, sizes, short = text.split(":")
+            dtype = DTYPE_WORDS.get(short, short)
+            heads, dim = map(int, sizes.split(","))
+            (function,) = (each for each in SIZES if each == word)
+            if dtype not in DTYPES or min(heads, dim) < 1:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"the case is {text!r}; expected cell:heads,units:dtype, where cells are "
+                f"{', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
+            ) from None
+        return cls(function, heads, dim, dtype, batch, time)
+
+    def __str__(self) -> str:
+        return f"{self.group}:{self.dtype}"
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.heads} × {self.dim}"
+
+    @property
+    def group(self) -> str:
+        return f"{self.function}:{self.heads},{self.dim}"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.function, self.sizes, str(self.time), self.dtype
+
+    def moves(self, direction: str) -> None:
+        return None
+
+    def traffic(self, direction: str) -> int:
+        return 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Wx, R and b, at random, with gradients."""
+        import torch
+
+        sizes = SIZES[self.function]
+        unit = self.heads, self.dim
+
+        def new(*shape: int, by: float = 1.0) -> Tensor:
+            drawn = torch.randn(shape, device=device) * by
+            return drawn.to(getattr(torch, self.dtype)).requires_grad_()
+
+        return (
+            new(self.batch, self.time, sizes.inputs, *unit),
+            new(sizes.recurrent, *unit, self.dim, by=self.dim**-0.5),
+            new(sizes.bias, *unit),
+        )
+
+
+#: What each is to take on one H200 at most, in ms, in 16 bits at the usual batch and time.
+TARGETS: dict[tuple[Function, int, int], tuple[float, float]] = {
+    ("lstm", 12, 64): (0.7, 2.2),
+    ("lstm", 3, 256): (1.3, 3.9),
+    ("lstm", 1, 768): (1.9, 5.8),
+    ("slstm", 1, 768): (2.1, 6.3),
+    ("gru", 1, 768): (1.9, 5.8),
+    ("elman", 1, 768): (1.5, 4.5),
+    ("lstm", 1, 1024): (2.2, 7.0),
+}
+#: Its blocks have little to compute, and wait for each other at every step, by way of memory: it is too wide
+#: for a cluster.
+SYNCHRONISING = Network("elman", 1, 320, "bfloat16", batch=8)
+
+
+# --- Who runs it ------------------------------------------------------------------------------
+
+
+def _passes(run: Callable[[], Tensor], wanted: Sequence[Tensor], direction: str) -> Call:
+    """A call of one or both passes of what gives h."""
+    import torch
+
+    if direction == PASSES[0]:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return run()
+
+        return forward
+    grad = torch.randn_like(run().detach())
+    return lambda: torch.autograd.grad(run(), wanted, grad)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of torch.nn or scan_registry.nn, whose times include the product of the inputs with W."""
+
+    home: str
+    kind: str
+    function: Function
+    captured: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.home}.{self.kind}"
+
+    def refusal(self, case: Network) -> None:
+        return None
+
+    def kernel_call(
+        self, case: Network, direction: str, device: torch.device
+    ) -> Callable[[], Call] | None:
+        if (case.function, case.heads) != (self.function, 1):
+            return None
+
+        def make() -> Call:
+            import torch
+
+            new = getattr(importlib.import_module(self.home), self.kind)
+            dtype = getattr(torch, case.dtype)
+            module = new(case.dim, case.dim, batch_first=True, device=device, dtype=dtype)
+            x = torch.randn(case.batch, case.time, case.dim, device=device).to(dtype)
+            x.requires_grad_()
+            return _passes(lambda: module(x)[0], [x, *module.parameters()], direction)
+
+        return make
+
+
+@dataclass(frozen=True)
+class FlashRnn:
+    """One backend of flashrnn."""
+
+    backend: str
+    captured: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return f"flashrnn {self.backend}"
+
+    def refusal(self, case: Network) -> None:
+        return None
+
+    def kernel_call(
+        self, case: Network, direction: str, device: torch.device
+    ) -> Callable[[], Call]:
+        def make() -> Call:
+            module: Any = importlib.import_module("flashrnn")
+            inputs = case.inputs(device)
+            options = {"function": case.function, "backend": self.backend, "dtype": case.dtype}
+            return _passes(lambda: module.flashrnn(*inputs, **options)[0][0], inputs, direction)
+
+        return make
+
+
+_KINDS: dict[Function, str] = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN"}
+MODULES = tuple(
+    Module(home, kind, function)
+    for function, kind in _KINDS.items()
+    for home in ("torch.nn", "scan_registry.nn")
+)
+
+
+# --- The benchmark ----------------------------------------------------------------------------
+
+
+class NetworkBenchmark(Benchmark):
+    """Networks of the usual batch and time, each with what it is to take at most."""
+
+    subject = "recurrent networks"
+    description = (
+        "Times forward passes, and forward with backward ones, of recurrent networks: by this package, by "
+        "torch.nn (cuDNN on a GPU), whose times include the product with the inputs, as do those of "
+        "scan_registry.nn beside it, and by flashrnn where that is installed. Beside the microseconds of a step "
+        "stands, on a GPU, what a step takes whose blocks have next to nothing to do but wait for each other."
+    )
+    case_help = (
+        "cell:heads,units:dtype, such as lstm:1,768:bfloat16; may repeat. Default: those of the project's "
+        "performance targets"
+    )
+    columns = ("network", "heads × units", "steps", "dtype")
+    by = "by"
+    passes = PASSES
+    backends = (("auto",), ("auto",))
+    streams = False
+    options = (
+        Option("--bs", type=int, default=BATCH, metavar="N", help=f"batch size; default: {BATCH}"),
+        Option(
+            *("--seqlens", "--seqlen"),
+            default=str(TIME),
+            metavar="N,N,…",
+            help=f"sequence lengths; default: {TIME}",
+        ),
+    )
+
+    def parse(self, text: str) -> Network:
+        return Network.parse(text)
+
+    def cases(self, given: Namespace, kind: str) -> list[Network]:
+        usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
+        batch, times = whole_number("bs", given.bs), lengths(given.seqlens)
+        named = given.case or usual
+        return [Network.parse(text, batch, time) for time in times for text in named]
+
+    def call(
+        self, case: Network, direction: str, backend: RnnBackend, device: torch.device
+    ) -> Call:
+        from scan_registry.kernels.rnn.op.function import rnn
+
+        inputs = case.inputs(device)
+
+        def run() -> Tensor:
+            return rnn(*inputs, function=case.function, backend=backend)[0][0]
+
+        return _passes(run, inputs, direction)
+
+    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+        there = device.type == "cuda" and importlib.util.find_spec("flashrnn") is not None
+        return (*MODULES, *(FlashRnn(word) for word in ("cuda_fused", "cuda") if there))
+
+    def who(self, backend: str, kind: str) -> str:
+        return OURS if backend == "auto" else f"{OURS} {backend}"
+
+    def calibrate(
+        self, ms: Callable[[Call], float], device: torch.device
+    ) -> Iterator[tuple[str, float | None]]:
+        """Of one synchronisation; none on the CPU, which has nothing to wait for."""
+        sync_us = None
+        if device.type == "cuda":
+            try:
+                call = self.call(SYNCHRONISING, PASSES[0], "cuda_fused", device)
+                sync_us = 1e3 * ms(call) / SYNCHRONISING.time
+            except NoKernelError:
+                pass
+        yield "sync_us", sync_us
+
+    def title(self, results: Results) -> Iterator[str]:
+        for batch, time in dict.fromkeys((t.case.batch, t.case.time) for t in results.timings):
+            yield f"batch {batch}, {time} steps"
+        if (sync_us := results.facts.get("sync_us")) is not None:
+            yield f"one synchronisation {sync_us:.2f} µs"
+
+    def measures(self, results: Results) -> tuple[str, ...]:
+        return "µs/step>", "target>"
+
+    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+        target = self.target_ms(timing, results.device.type)
+        outcome = ""
+        if target is not None:
+            outcome = f"{target:g} " + ("met" if timing.ms <= target else "[red]missed[/]")
+        return f"{timing.us_per_step:.2f}", outcome
+
+    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+        return {
+            "network": timing.case.to_json(),
+            "direction": timing.direction,
+            "who": timing.who,
+            "ms": timing.ms,
+            "spread": timing.spread,
+            "target_ms": self.target_ms(timing, results.device.type),
+            "us_per_step": timing.us_per_step,
+        }
+
+    def target_ms(self, timing: Timing, kind: str) -> float | None:
+        """What this package is to take at most, where there is a target."""
+        case: Network = timing.case
+        target = TARGETS.get((case.function, case.heads, case.dim))
+        usual = (case.batch, case.time) == (BATCH, TIME) and case.dtype != "float32"
+        if target is None or not usual or kind != "cuda" or not timing.who.startswith(OURS):
+            return None
+        return target[PASSES.index(timing.direction)]
+
+
+BENCHMARK = NetworkBenchmark()

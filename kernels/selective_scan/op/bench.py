@@ -1,0 +1,260 @@
+"""What is timed of selective scans: cases, their bytes, targets, and the package mamba_ssm beside them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scan_registry.catalog import distributions
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import ITEM_SIZE
+from scan_registry.kernels.selective_scan.op.operator import GATES
+from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
+from scan_registry.ops.benchmark import OURS, Baseline, Benchmark, Call, Results, Timing
+from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops.operator import PASSES
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    #: u, delta, A, B, C, D, z, delta_bias.
+    Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+
+LAYOUTS = ("time_last", "channel_last")
+ON_CPU = ("time_last:2,64,128,16:float32",)
+#: Milliseconds of mamba_ssm's kernels, forward and backward, on one H100.
+MAMBA_SSM = {
+    "time_last:8,2048,2048,16:bfloat16": (0.600, 2.488),
+    "time_last:8,2048,4096,16:bfloat16": (1.207, 4.924),
+    "time_last:4,5120,4096,16:bfloat16": (1.494, 6.165),
+    "time_last:1,5120,32768,16:bfloat16": (3.832, 12.58),
+    "time_last:8,2048,4096,16:float32": (2.485, 5.675),
+    "time_last:32,1536,512,16:bfloat16": (0.445, 1.752),
+    "time_last:64,768,196,16:bfloat16:gate=none": (0.395, 1.242),
+    "time_last:1,8192,16384,16:bfloat16": (3.022, 10.17),
+    "time_last:8,1024,4096,64:bfloat16": (2.062, 9.391),
+}
+#: How many times as fast the kernels are to be, forward and backward.
+FACTORS = (2.5, 3.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scan as in Mamba's blocks, with D, a bias and softplus: ``time_last:8,2048,2048,16:bfloat16``, batch, channels,
+    time and states.
+
+    gate    whether there is a z
+    groups  of channels that have B and C of their own
+    """
+
+    family: ClassVar[str] = "selective_scan"
+
+    layout: str
+    batch: int
+    channels: int
+    time: int
+    states: int
+    dtype: str
+    gate: str = GATES[0]
+    groups: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """``ValueError`` for anything that is no case."""
+        try:
+            layout, shape, word, *options = text.split(":")
+            dtype = DTYPE_WORDS.get(word, word)
+            batch, channels, time, states = map(int, shape.split(","))
+            given = dict(option.split("=") for option in options)
+            gate, groups = given.pop("gate", GATES[0]), int(given.pop("groups", 1))
+            known = layout in LAYOUTS and dtype in DTYPES and gate in GATES
+            sizes = batch, channels, time, states, groups
+            if given or not known or min(sizes) < 1 or states > MOST_STATES or channels % groups:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"the case is {text!r}; expected layout:batch,channels,time,states:dtype, and perhaps :gate=none and "
+                f":groups=N, where layouts are {', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, states 1 to "
+                f"{MOST_STATES}, and groups divide the channels"
+            ) from None
+        return cls(layout, batch, channels, time, states, dtype, gate, groups)
+
+    def __str__(self) -> str:
+        options = "" if self.gate == GATES[0] else f":gate={self.gate}"
+        options += "" if self.groups == 1 else f":groups={self.groups}"
+        return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch}, {self.channels}, {self.time}, {self.states}"
+
+    @property
+    def options(self) -> str:
+        ungated = [] if self.gate == GATES[0] else ["no gate"]
+        return ", ".join([*ungated, *([] if self.groups == 1 else [f"{self.groups} groups"])])
+
+    @property
+    def group(self) -> str:
+        sizes = f"{self.batch} × {self.channels}, {self.states} states"
+        return ", ".join(filter(None, [self.layout, sizes, self.options]))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
+
+    def moves(self, direction: str) -> tuple[int, int]:
+        """u, delta, z and the output; backward also the output's gradient and those of u, delta and z."""
+        gate = int(self.gate == GATES[0])
+        return (2 + gate, 1) if direction == PASSES[0] else (3 + gate, 2 + gate)
+
+    def traffic(self, direction: str) -> int:
+        """With B and C, and their gradients."""
+        each = self.batch * self.channels * self.time
+        projections = self.batch * self.groups * self.states * self.time
+        count = 2 if direction == PASSES[0] else 4
+        return ITEM_SIZE[self.dtype] * (each * sum(self.moves(direction)) + count * projections)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sequence(self, device: torch.device | str) -> Tensor:
+        """A new random tensor (batch, channels, time) in the case's layout."""
+        import torch
+
+        last = (self.batch, self.channels, self.time)
+        shape = last if self.layout == "time_last" else (last[0], last[2], last[1])
+        drawn = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
+        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
+
+    def inputs(self, device: torch.device | str) -> Inputs:
+        """New ones. Step sizes are some hundredths."""
+        import torch
+
+        of_projection = self.batch, self.groups, self.states, self.time
+        dtype = getattr(torch, self.dtype)
+        B, C = torch.randn(2, *of_projection, device=device, dtype=dtype)
+        return (
+            self.sequence(device),
+            self.sequence(device) / 2,
+            -torch.arange(1.0, self.states + 1, device=device).repeat(self.channels, 1),
+            B,
+            C,
+            torch.randn(self.channels, device=device),
+            self.sequence(device) if self.gate == GATES[0] else None,
+            torch.rand(self.channels, device=device) - 4,
+        )
+
+
+@dataclass(frozen=True)
+class MambaSsm:
+    """The package of that name: forward as its users call it, backward its CUDA kernel alone."""
+
+    name: ClassVar[str] = "mamba-ssm"
+    captured: ClassVar[bool] = True
+
+    def refusal(self, case: Case) -> str | None:
+        return "it copies channels that are contiguous" if case.layout != LAYOUTS[0] else None
+
+    def kernel_call(
+        self, case: Case, direction: str, device: torch.device
+    ) -> Callable[[], Call] | None:
+        if self.refusal(case):
+            return None
+
+        def make() -> Call:
+            import torch
+
+            module: Any = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
+            inputs = case.inputs(device)
+
+            def run() -> Any:
+                return module.selective_scan_fn(*inputs, delta_softplus=True)
+
+            if direction == PASSES[0]:
+
+                def forward() -> Any:
+                    with torch.no_grad():
+                        return run()
+
+                return forward
+            # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
+            kernels, (*tensors, gate, bias) = module.selective_scan_cuda, inputs
+            out, states, *_ = kernels.fwd(*tensors, gate, bias, True)
+            grad, out = torch.randn_like(out), None if gate is None else out
+            return lambda: kernels.bwd(*tensors, gate, bias, grad, states, out, None, True, False)
+
+        return make
+
+
+class SelectiveScanBenchmark(Benchmark):
+    """Scans of the sizes of Mamba's blocks, each with what it is to take at most."""
+
+    subject = "selective scans"
+    description = (
+        "Times the forward and the backward pass of selective scans with D, a bias, softplus and, unless a case says "
+        "otherwise, a gate z, and the package mamba-ssm beside them where that is installed with its CUDA kernels."
+    )
+    case_help = (
+        "layout:batch,channels,time,states:dtype, to which :gate=none and :groups=N may be added; may repeat. "
+        "Default: those of the project's performance targets"
+    )
+    columns = ("layout", "B, D, T, N~", "dtype")
+    backends = (("cuda",), ("auto",))
+
+    def parse(self, text: str) -> Case:
+        return Case.parse(text)
+
+    def cases(self, given: Namespace, kind: str) -> list[Case]:
+        usual = [*MAMBA_SSM] if kind == "cuda" else [*ON_CPU]
+        return [Case.parse(text) for text in given.case or usual]
+
+    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+        """The operator forward, and backward what autograd calls."""
+        from scan_registry.kernels.selective_scan.op import plans
+        from scan_registry.kernels.selective_scan.op.arguments import Options, normalised
+        from scan_registry.kernels.selective_scan.op.function import selective_scan
+
+        inputs = case.inputs(device)
+        if direction == PASSES[0]:
+            return lambda: selective_scan(*inputs, delta_softplus=True, backend=backend)
+        given = normalised(*inputs, None, None, True, backend)
+        options = Options(True, backend)
+        checkpoints = plans.forward(given, options, True).checkpoints
+        out_grad = case.sequence(device)
+        wanted = (*(t is not None for t in inputs), False)
+        return lambda: plans.backward(given, checkpoints, out_grad, None, options, wanted)
+
+    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+        there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
+        return (MambaSsm(),) if there and importlib.util.find_spec("selective_scan_cuda") else ()
+
+    def measures(self, results: Results) -> tuple[str, ...]:
+        return *super().measures(results), "target ms>"
+
+    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+        target, outcome = self.target_ms(timing, results.device.type), ""
+        if target is not None:
+            outcome = f"{target:.3f} " + ("met" if timing.ms <= target else "[red]missed[/]")
+        return *super().measured(timing, results), outcome
+
+    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+        return {
+            **timing.to_json(),
+            "target_ms": self.target_ms(timing, results.device.type),
+        }
+
+    def target_ms(self, timing: Timing, kind: str) -> float | None:
+        """What this package is to take at most, where there is a target: a share of what mamba_ssm takes."""
+        times = MAMBA_SSM.get(str(timing.case))
+        if times is None or kind != "cuda" or not timing.who.startswith(OURS):
+            return None
+        place = PASSES.index(timing.direction)
+        return times[place] / FACTORS[place]
+
+
+BENCHMARK = SelectiveScanBenchmark()

@@ -1,0 +1,167 @@
+"""``selective_scan`` as commands know it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.ops.operator import PASSES, Operator, Option, ParsedCall, described_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
+    from scan_registry.kernels.selective_scan.op.bench import Case
+    from scan_registry.kernels.selective_scan.problem import SelectiveScanProblem
+
+_USUAL_STATES = 16
+GATES = ("silu", "none")
+#: Of the gradients of u, delta, A, B, C, D, z, delta_bias and initial_state, the names of the kernels' pointers.
+_GRADIENTS = (
+    *("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad", "D_grad", "z_grad", "bias_grad"),
+    "initial_grad",
+)
+#: Those that the kernels leave as sums of parts; others are whole.
+_PARTIAL = ("A_grad", "B_grad", "C_grad", "D_grad", "bias_grad")
+
+
+class SelectiveScan(Operator):
+    """Its kernels are not tuned."""
+
+    name = "selective_scan"
+    shape = "batch, channels and time"
+    options = (
+        Option("--states", type=int, metavar="N", help=f"of a channel; default: {_USUAL_STATES}"),
+        Option("--groups", type=int, metavar="N", help="that B and C come in; default: 1"),
+        Option(
+            "--channel-last", action="store_true", help="channels have stride 1, and time has not"
+        ),
+    )
+
+    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+        if len(shape) != 3:
+            raise ValueError(
+                f"--shape is {given.shape!r}; selective_scan takes batch, channels and time, such as 8,2048,2048"
+            )
+        batch, channels, time = shape
+        states = _USUAL_STATES if given.states is None else given.states
+        if not 1 <= states <= MOST_STATES:
+            raise ValueError(f"--states is {states}; accepted are 1 to {MOST_STATES}")
+        groups = 1 if given.groups is None else given.groups
+        if groups < 1 or channels % groups:
+            raise ValueError(f"--groups is {groups}; accepted are divisors of {channels} channels")
+        complex_numbers = dtype == "complex64"
+        real = "float32" if complex_numbers else dtype
+        wide = "float64" if real == "float64" else "float32"
+
+        def sequence() -> Tensor:
+            if given.channel_last:
+                return described_tensor((batch, time, channels), real).transpose(1, 2)
+            return described_tensor(shape, real)
+
+        length = 2 * time if complex_numbers else time
+        projections = [described_tensor((batch, groups, states, length), real) for _ in "BC"]
+        tensors = (
+            *(sequence(), sequence()),
+            described_tensor((channels, states), "complex64" if complex_numbers else wide),
+            *projections,
+            described_tensor((channels,), wide),
+            sequence(),
+            described_tensor((channels,), wide),
+        )
+        record = {"states": states, "groups": groups, "channel_last": bool(given.channel_last)}
+        return ParsedCall(tensors, {"delta_softplus": True}, record)
+
+    def run_on_cpu(
+        self, problem: SelectiveScanProblem, tensors: Mapping[str, Tensor | None]
+    ) -> None:
+        from scan_registry.kernels.selective_scan.op import plans
+
+        if problem.direction == "adjoint":
+            raise NotImplementedError("on the CPU no sequence is cut into parts")
+        given, options = _arguments(problem, tensors)
+        if problem.direction == "forward":
+            made = plans.forward(given, options, True)
+            for name, of_call in (("out", made.out), ("final_state", made.last)):
+                kept = tensors[name]
+                assert kept is not None
+                kept.copy_(of_call.view(kept.shape))
+            return
+        out_grad, final_grad = tensors["out_grad"], tensors.get("final_grad")
+        assert out_grad is not None
+        if final_grad is not None and given.cu_seqlens is None:
+            final_grad = final_grad.squeeze(1)
+        checkpoints = plans.forward(given, options, True).checkpoints
+        wanted = tuple(tensors.get(name) is not None for name in _GRADIENTS)
+        found = plans.backward(given, checkpoints, out_grad, final_grad, options, wanted)
+        for name, grad in zip(_GRADIENTS, found, strict=True):
+            kept = tensors.get(name)
+            if kept is None or grad is None:
+                continue
+            if name not in _PARTIAL:
+                kept.copy_(grad.view(kept.shape) if name == "initial_grad" else grad)
+                continue
+            # All of the sum in the first part.
+            kept.zero_()
+            while kept.dim() > grad.dim():
+                kept = kept[0]
+            kept.copy_(grad)
+
+    def posed(self, case: Case, direction: str) -> tuple[SelectiveScanProblem, ...]:
+        from scan_registry.kernels.selective_scan.op.problems import describe
+
+        given, options = _given(case, "meta")
+        training = direction != PASSES[0]
+        calls = describe(given, options, training)
+        return tuple(
+            call.problem for name, call in calls.items() if (name != "forward") == training
+        )
+
+    def tensors(
+        self, case: Case, problem: SelectiveScanProblem, device: torch.device | str
+    ) -> dict[str, Tensor | None]:
+        """Results are not to be believed: the backward pass gets states that no scan has made."""
+        from scan_registry.kernels.selective_scan.op import plans
+
+        given, _ = _given(case, device)
+        return plans.new_tensors(given, problem, case.sequence(device))
+
+    def outputs(self, case: Case, problem: SelectiveScanProblem) -> tuple[str, ...]:
+        if problem.direction == "adjoint":
+            return "adjoints", "sizes"
+        if problem.direction == "forward":
+            return ("out",)
+        gated = ("z_grad",) if case.gate == GATES[0] else ()
+        return "u_grad", "delta_grad", *_PARTIAL, *gated
+
+
+def _given(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
+    from scan_registry.kernels.selective_scan.op.arguments import Options, normalised
+
+    given = normalised(*case.inputs(device), None, None, True, "auto")
+    return given, Options(True)
+
+
+def _arguments(
+    problem: SelectiveScanProblem, tensors: Mapping[str, Tensor | None]
+) -> tuple[Arguments, Options]:
+    """The operator's, from those of a kernel."""
+    import torch
+
+    from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
+
+    names = {"cu_seqlens": "offsets"}
+    given = [tensors.get(names.get(name, name)) for name in Arguments._fields]
+    found = Arguments(*given)  # type: ignore[arg-type]
+    left = tensors.get("initial_grad")
+    if found.initial_state is None and left is not None:  # zeros have a gradient, too
+        found = found._replace(initial_state=torch.zeros_like(left))
+    if found.cu_seqlens is None and found.initial_state is not None:
+        found = found._replace(initial_state=found.initial_state.squeeze(1))
+    return found, Options(problem.softplus)
+
+
+OPERATOR = SelectiveScan()

@@ -1,0 +1,184 @@
+"""What is timed of single steps of a selective scan: cases, their bytes, and the package mamba-ssm beside them."""
+
+from __future__ import annotations
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scan_registry.catalog import distributions
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import ITEM_SIZE
+from scan_registry.kernels.selective_state_update.problem import DTYPES, MOST_STATES
+from scan_registry.ops.benchmark import Baseline, Benchmark, Call
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Of what sizes are given.
+KINDS = {
+    "channels": ("batch", "channels", "states"),
+    "heads": ("batch", "heads", "channels", "states"),
+}
+PASS = "step"
+_INPUTS = "bfloat16"
+#: Those of Mamba's and Mamba-2's blocks.
+USUAL = (
+    *(f"channels:{batch},5120,16:float32" for batch in (1, 64, 256)),
+    "channels:64,5120,16:bfloat16",
+    *(f"heads:{batch},64,64,128:float32" for batch in (1, 64, 256)),
+    "heads:64,64,64,128:bfloat16",
+)
+ON_CPU = ("channels:4,256,16:float32",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step to time: ``channels:64,5120,16:float32`` or ``heads:64,64,64,128:float32``; batch, heads, channels of each
+    and states, and the dtype of the state. Heads have one A, step size, bias and D each, as in Mamba-2. All but the
+    state, A, D and the bias are bfloat16, or what ``inputs`` says."""
+
+    family: ClassVar[str] = "selective_state_update"
+    time: ClassVar[int] = 1
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    inputs: str = _INPUTS
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """``ValueError`` for anything that is no case."""
+        try:
+            kind, sizes, dtype, *options = text.split(":")
+            shape = tuple(map(int, sizes.split(",")))
+            given = dict(option.split("=") for option in options)
+            inputs = given.pop("inputs", _INPUTS)
+            fits = len(shape) == len(KINDS[kind]) and min(shape) > 0 and shape[-1] <= MOST_STATES
+            if given or not fits or {dtype, inputs} - {*DTYPES}:
+                raise ValueError
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"the case is {text!r}; expected kind:sizes:dtype, and perhaps :inputs=DTYPE, where sizes of "
+                f"channels are batch,channels,states, of heads batch,heads,channels,states, states at most "
+                f"{MOST_STATES}, and dtypes {', '.join(DTYPES)}"
+            ) from None
+        return cls(kind, shape, dtype, inputs)
+
+    def __str__(self) -> str:
+        options = f":{self.options.replace(' ', '=')}" if self.options else ""
+        return f"{self.kind}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
+
+    @property
+    def sizes(self) -> str:
+        return ", ".join(map(str, self.shape))
+
+    @property
+    def options(self) -> str:
+        return "" if self.inputs == _INPUTS else f"inputs {self.inputs}"
+
+    @property
+    def group(self) -> str:
+        return ", ".join(filter(None, [self.kind, self.sizes, self.options]))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.kind, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
+
+    def moves(self, direction: str) -> tuple[int, int]:
+        """The state, there and back."""
+        return 1, 1
+
+    def traffic(self, direction: str) -> int:
+        return 2 * prod(self.shape) * ITEM_SIZE[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "shape": list(self.shape)}
+
+    def tensors(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """New random ones: all arguments up to ``dt_bias``."""
+        import torch
+
+        batch, *channels, states = self.shape
+        inputs = getattr(torch, self.inputs)
+
+        def drawn(*shape: int, dtype: torch.dtype = inputs) -> Tensor:
+            return torch.randn(shape, device=device).to(dtype)
+
+        of_row, wide = (batch, *channels), torch.float32
+        dt, decay = drawn(*of_row), -torch.rand(*channels, states, device=device) - 0.1
+        skip, bias = drawn(*channels, dtype=wide), drawn(*channels, dtype=wide)
+        if self.kind == "heads":
+            dt, skip, bias = (each[..., :1].expand(each.shape) for each in (dt, skip, bias))
+            decay = decay[:, :1, :1].expand(decay.shape)
+        state = drawn(*self.shape, dtype=getattr(torch, self.dtype))
+        through = (
+            (drawn(batch, 1, states) for _ in "BC")
+            if len(channels) == 2
+            else (drawn(batch, states) for _ in "BC")
+        )
+        return state, drawn(*of_row), dt, decay, *through, skip, drawn(*of_row), bias
+
+
+@dataclass(frozen=True)
+class MambaSSM:
+    """The function of that package, as its users call it."""
+
+    name: ClassVar[str] = "mamba-ssm"
+    captured: ClassVar[bool] = True
+
+    def refusal(self, case: Case) -> str | None:
+        return None
+
+    def kernel_call(
+        self, case: Case, direction: str, device: torch.device
+    ) -> Callable[[], Call] | None:
+        def make() -> Call:
+            module: Any = importlib.import_module("mamba_ssm.ops.triton.selective_state_update")
+            tensors = case.tensors(device)
+            return lambda: module.selective_state_update(*tensors, dt_softplus=True)
+
+        return make
+
+
+class StepBenchmark(Benchmark):
+    """Steps of Mamba and Mamba-2 with all options but indices."""
+
+    subject = "steps of selective scans"
+    description = (
+        "Times one step of a selective scan in place of its state, with D, z, a bias and softplus, and the package "
+        "mamba-ssm beside it where that is installed. Inputs are bfloat16."
+    )
+    case_help = (
+        "channels:batch,channels,states:dtype or heads:batch,heads,channels,states:dtype, where the dtype is that of "
+        "the state, and to which :inputs=DTYPE may be added; may repeat. Default: sizes of Mamba's blocks"
+    )
+    columns = ("kind", "sizes~", "dtype")
+    passes = (PASS,)
+    backends = (("cuda",), ("auto",))
+
+    def parse(self, text: str) -> Case:
+        return Case.parse(text)
+
+    def cases(self, given: Namespace, kind: str) -> list[Case]:
+        usual = USUAL if kind == "cuda" else ON_CPU
+        return [Case.parse(text) for text in given.case or usual]
+
+    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+        from scan_registry.kernels.selective_state_update.op.function import selective_state_update
+
+        state, x, dt, A, B, C, D, z, bias = case.tensors(device)
+        return lambda: selective_state_update(
+            state, x, dt, A, B, C, D, z, bias, dt_softplus=True, backend=backend
+        )
+
+    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+        there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
+        return (MambaSSM(),) if there else ()
+
+
+BENCHMARK = StepBenchmark()

@@ -1,0 +1,39 @@
+"""The problems that scans pose to kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scan_registry.kernels.linear_scan.op.plans import runner
+from scan_registry.kernels.linear_scan.op.problems import make_reduction_call, packed_sequences
+
+
+@pytest.mark.parametrize("batch", [3, 70])
+def test_tiles_of_a_reduction_are_full(batch: int) -> None:
+    """Of many batches of few channels, the batches lie side by side in a tile."""
+    states = torch.randn(batch, 5, 40)
+    for gates in (torch.rand(5, 1), torch.rand(batch, 5, 1), torch.rand(1, 1)):
+        call = make_reduction_call(gates, states, None, -1, False)
+        assert call is not None
+        problem = call.problem
+        assert problem.channels in (max(batch, 5), 5 * batch)  # folded where gates allow it
+        grad, initial = torch.randn_like(states), torch.randn(batch, 5)
+        pieces = problem.reduction().pieces
+        found = torch.zeros(pieces, *gates.shape)
+        run = runner(problem, torch.device("cpu"), "auto")
+        assert callable(run)
+        inputs = {"tokens_grad": grad, "states": states, "initial_state": initial}
+        run({**inputs, "gates_grad": found})
+        before = torch.cat([initial.unsqueeze(-1), states[..., :-1]], -1)
+        expected = (grad * before).double().sum_to_size(gates.shape)
+        assert torch.allclose(found.sum(0).double(), expected, atol=1e-4)
+
+
+def test_one_packed_sequence_is_none_to_a_gpu() -> None:
+    """Its bounds are those of time, and kernels for what is not packed are faster; the CPU checks bounds."""
+    bounds = torch.tensor([0, 40])
+    assert packed_sequences(None) == 0
+    assert packed_sequences(bounds) == 1
+    assert packed_sequences(bounds.to("meta")) == 0
+    assert packed_sequences(torch.empty(3, dtype=torch.int64, device="meta")) == 2

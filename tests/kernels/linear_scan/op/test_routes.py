@@ -1,0 +1,450 @@
+"""Scans on copies of their tensors: which problems have a route, whether it is taken, and that results are the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from explaining import Describe, Make, facts, meta
+from gpu_scans import ROUTED
+from selecting import in_memory
+
+from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.routes import faster_apart, select_route
+from scan_registry.dispatch.select import Decision, System, select
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.linear_scan import routes
+from scan_registry.kernels.linear_scan.op import copies, plans
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.kernels.linear_scan.op.copies import on_copies
+from scan_registry.kernels.linear_scan.op.layout import KernelCall
+from scan_registry.kernels.linear_scan.op.operator import OPERATOR
+from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_kernel_call
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.tuning import Row, Tuning
+from scan_registry.ops import call as engine
+from scan_registry.runtime import loader
+
+CPU = torch.device("cpu")
+
+
+def posed(case: str, direction: str = "forward") -> LinearScanProblem:
+    """The problem of a case as ``bench`` names it."""
+    return OPERATOR.posed(Case.parse(case), direction)[-1]
+
+
+# --- Selection --------------------------------------------------------------------------------
+
+
+@cache
+def held() -> tuple[Variant, ...]:
+    """What the sm_90 wheel has for scans of 2 and of 4 bytes."""
+    return tuple(
+        variant
+        for kernel in FAMILY.kernels
+        for dtype in ("float32", "bfloat16", "float16")
+        for variant in kernel.held(dtype, Target.parse("sm90"))
+    )
+
+
+@pytest.fixture
+def there(a_device: Describe, a_binary: Make) -> System:
+    """A GPU with as many SMs as an H200, and the wheel for it; a compiler, so that the spec's own tables count."""
+    archive = in_memory("sm90", [a_binary(variant, "sm90")[0] for variant in held()])
+    return System(a_device(sm_count=132), (archive,), toolchains={})
+
+
+#: With how many times as long the problem's own kernel took on an H200 as the bandwidth roofline says; in 16 bits, of
+#: either dtype.
+SLOW = {
+    "channel_last:1,11,65508:float32": ("padded", 180),
+    "channel_last:1,302,12334:bfloat16": ("padded", 24),
+    "channel_last:1,9,857512:bfloat16:sequences=862": ("rows", 700),
+    "channel_last:1,2,841815:bfloat16": ("rows", 250),
+    "channel_last:2,7,120965:float32:gates=channel": ("rows", 35),
+    "channel_last:1,17,85711:bfloat16:sequences=199": ("padded", 230),
+    "time_last:3,8,539336:bfloat16:gates=channel": ("gates", 100),
+    "channel_last:10,1,734755:bfloat16:gates=channel": ("gates", 240),
+    "channel_last:1,10,274430:float32:gates=channel": ("padded, gates", 430),
+}
+FAST = (
+    "time_last:8,1536,8192:bfloat16",
+    "channel_last:8,1001,4099:float32",
+    "channel_last:130,40,4167:bfloat16:gates=channel",
+    "time_last:147,120,6433:float32:gates=channel",
+    "channel_last:1,1024,1048576:bfloat16:sequences=64",
+    "channel_last:310,120,11:bfloat16",
+)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", SLOW)
+def test_a_much_faster_route_is_taken(there: System, case: str, direction: str) -> None:
+    problem = posed(case, direction)
+    own, found = select(there, FAMILY, problem), select_route(there, FAMILY, problem)
+    assert found.route is not None
+    if direction == "forward":
+        assert found.route.name == SLOW[case][0]
+    assert found.problem == found.route.problem
+    assert own.route is None
+    assert found.launches
+    assert variant_of(found) != variant_of(own)
+    assert found.route.bytes <= routes.MOST_BYTES
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_what_is_run_on_a_gpu_takes_a_route(there: System, case: str) -> None:
+    assert select_route(there, FAMILY, posed(case)).route is not None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("case", FAST)
+def test_what_is_fast_is_not_copied(there: System, case: str, direction: str) -> None:
+    problem = posed(case, direction)
+    found = select_route(there, FAMILY, problem)
+    assert found.route is None
+    assert found.problem == problem
+    assert variant_of(found) == variant_of(select(there, FAMILY, problem))
+
+
+def variant_of(decision: Decision) -> Variant:
+    variant = decision.taken().variant
+    assert variant is not None
+    return variant
+
+
+def test_who_wants_no_other_way_gets_none(there: System, a_device: Describe) -> None:
+    problem = posed("channel_last:1,11,65508:float32")
+    took = partial(select_route, family=FAMILY, problem=problem)
+    assert took(there).route is not None
+    assert took(there, backend="reference").route is None
+    assert took(System(None)).route is None
+    pinned = variant_of(select(there, FAMILY, problem))
+    assert took(replace(there, pinned=pinned)).route is None
+    # Nothing is known of how long kernels take on another architecture.
+    assert took(replace(there, device=a_device((10, 0)))).route is None
+    assert took(replace(there, toolchains=None)).route is None
+    found = took(there, backend="cuda", lowest=Tier.EXACT)
+    assert found.route is not None
+    assert (found.backend, found.lowest) == ("cuda", Tier.EXACT)
+
+
+@pytest.mark.parametrize(("shape", "is_apart"), [("1,16,1048576", True), ("8,1024,8192", False)])
+def test_two_kernels_take_the_place_of_a_serial_one(
+    there: System, shape: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the gradient of gates that do not change, which a kernel may sum up itself: a CTA for each column."""
+    case = Case.parse(f"channel_last:{shape}:bfloat16:gates=channel")
+    fused, apart = OPERATOR.posed(case, "backward")
+    both, first = select(there, FAMILY, fused), select_route(there, FAMILY, apart)
+    assert both.launches
+    assert faster_apart(both, first) == is_apart
+    assert not faster_apart(both, replace(first, winner=replace(first.taken(), tier=Tier.JIT)))
+    gates = meta(case.channels, dtype=torch.bfloat16).requires_grad_()
+    found = explain_for(there, "linear_scan", gates, meta(*case.shape, dtype=gates.dtype), dim=1)
+    assert len(found.steps) == 2 + is_apart
+    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
+    ready = SimpleNamespace(launch=1, run=print, decision=SimpleNamespace(route=None))
+    monkeypatch.setattr(plans, "prepare", lambda *_, **__: ready)
+    run = plans._plan_sums(KernelCall(apart, ()), torch.device("cuda", 0), "auto")
+    assert (run is None) == is_apart
+
+
+def test_problems_without_a_route() -> None:
+    slow = posed("channel_last:1,11,65508:float32")
+    assert [each.name for each in FAMILY.routes(slow)] == ["padded"]
+    for other in (
+        replace(slow, direction="summary", strides=(*slow.strides[:2], slow.strides[-1])),
+        replace(slow, gates_dtype="bfloat16"),
+        replace(slow, time=routes.LEAST_TIME - 1),
+        posed("channel_last:1,12,65508:float32"),
+        posed("time_last:1,11,65508:float32"),
+        replace(posed("channel_last:1,12,65508:float32:gates=channel", "backward"), sums=True),
+        posed("channel_last:9,1023,1048576:float32"),  # its copies would take too much memory
+    ):
+        assert FAMILY.routes(other) == ()
+
+
+@pytest.mark.parametrize(("ms", "is_copied"), [(1e-3, False), (1e3, True)])
+def test_what_was_tuned_is_compared_by_its_measured_time(
+    there: System, ms: float, is_copied: bool
+) -> None:
+    problem = posed("channel_last:1,11,65508:float32")
+    kernel, own = FAMILY.kernel(problem.kernel, "cuda"), variant_of(select(there, FAMILY, problem))
+    assert kernel.tunable.shape is not None
+    shape = kernel.tunable.shape(problem)
+    rows = {shape.kind: [Row(shape.sizes, {kernel.label(own): ms})]}
+    tuned = in_memory("sm90", ())
+    tuned.__dict__["tuned"] = {kernel.head: (Tuning.of("sm_90", "Imaginary", "2026-01-31", rows),)}
+    found = select_route(replace(there, tuned=tuned), FAMILY, problem)
+    assert (found.route is not None) == is_copied
+
+
+def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> None:
+    """As that of an archive of another version may; packed sequences need no other coefficient."""
+    problem = posed("channel_last:1,9,857512:bfloat16:sequences=862")
+    (route,) = (each for each in FAMILY.routes(problem) if each.name == "rows")
+    taken = select(there, FAMILY, route.problem).taken()
+    assert taken.kernel is not None
+    assert taken.text is not None
+    how: Any = (taken.kernel, taken.text, route.problem, route, 132)
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
+    assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
+    assert FAMILY.estimate({}, *how) is None
+    # The problem's own kernel was timed, and that of a route has no model.
+    own = select(there, FAMILY, problem).taken()
+    assert own.kernel is not None
+    assert own.variant is not None
+    assert own.kernel.tunable.shape is not None
+    shape, label = own.kernel.tunable.shape(problem), own.kernel.label(own.variant)
+    rows = {shape.kind: [Row(shape.sizes, {label: 1e3})]}
+    tuning = Tuning.of("sm_90", "Imaginary", "2026-01-31", rows)
+    there.archives[0].__dict__["tuned"] = {own.kernel.head: (replace(tuning, model={"rows": {}}),)}
+    assert select_route(replace(there, toolchains=None), FAMILY, problem).route is None
+
+
+def test_a_route_is_explained(there: System) -> None:
+    tensor = meta(1, 65508, 11, dtype=torch.float32)
+    found = explain_for(there, "linear_scan", tensor, tensor, dim=1)
+    told = facts(str(found), "forward")
+    assert "gates, tokens" in told["copies"]
+    assert "states, final_state back" in told["copies"]
+    assert "channels 12" in told["problem"]
+    assert "padded" in found.brief()
+    record = found.to_json()
+    route = record["steps"][0]["route"]
+    assert route["name"] == "padded"
+    assert route["copied"][:2] == ["gates", "tokens"]
+    assert route["bytes"] == (3 * 65508 + 2) * 12 * 4
+    aligned = meta(8, 4096, 1024, dtype=torch.float32)
+    plain = explain_for(there, "linear_scan", aligned, aligned, dim=1)
+    assert all(step["route"] is None for step in plain.to_json()["steps"])
+
+
+# --- What runs --------------------------------------------------------------------------------
+
+
+def tensors_of(case: Case) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    return case.random_gates(CPU), case.sequence(CPU), case.bounds(CPU)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("options", ["", ":reverse=1", ":sequences=5", ":sequences=5:reverse=1"])
+@pytest.mark.parametrize("gates", ["", ":gates=channel"])
+@pytest.mark.parametrize(
+    "shape", ["channel_last:1,11,100", "channel_last:3,5,71", "time_last:3,5,71"]
+)
+def test_copies_give_the_same_results(shape: str, gates: str, options: str, dtype: str) -> None:
+    """By the kernels of the CPU, which take a channel's steps one after the other whatever the layout."""
+    torch.manual_seed(0)
+    case = Case.parse(f"{shape}:{dtype}{gates}{options}")
+    gate, tokens, bounds = tensors_of(case)
+    room = StateLayout.of(tokens, case.dim, bounds)
+    initial, last_grad, grad = (
+        room.empty().normal_(),
+        room.empty().normal_(),
+        torch.randn_like(tokens),
+    )
+    states = torch.randn_like(tokens)
+    how = bounds, case.dim, case.reverse
+    both = {"states": states, "states_grad": grad}
+    calls = {
+        "forward": make_kernel_call("forward", gate, {"tokens": tokens}, *how),
+        "backward": make_kernel_call("backward", gate, both, *how),
+    }
+    inputs = {
+        "forward": {"tokens": tokens, "initial_state": initial},
+        "backward": {**both, "initial_state": initial, "final_state_grad": last_grad},
+    }
+    taken = 0
+    for direction, call in calls.items():
+
+        def results(run: Any) -> dict[str, torch.Tensor]:
+            outputs = {
+                "forward": {
+                    "states": torch.empty_like(tokens),
+                    "final_state": room.leaving(initial),
+                },
+                "backward": {
+                    "gates_grad": torch.empty_like(tokens),
+                    "tokens_grad": torch.empty_like(tokens),
+                    "initial_state_grad": room.leaving(last_grad),
+                },
+            }[direction]  # noqa: B023
+            run({"gates": gate, "offsets": bounds, **inputs[direction], **outputs})  # noqa: B023
+            return outputs
+
+        own = results(plans.runner(call.problem, CPU, "auto"))
+        for route in FAMILY.routes(call.problem):
+            run = plans.runner(route.problem, CPU, "auto")
+            assert callable(run)
+            for name, found in results(on_copies(call.problem, route, run)).items():
+                assert torch.equal(found, own[name]), (route.name, name)
+            taken += 1
+    assert taken or (case.layout == "time_last" and (case.gates == "full" or case.sequences))
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    "gates", ["2,3,70,5", "2,1,70,5", "1,3,70,5", "2,3,1,5", "1,3,1,5", "2,1,1,1", "1,1,70,1", "5"]
+)
+def test_gates_of_any_shape(gates: str, dim: int) -> None:
+    """Also those for which neither batches nor channels fold into one dimension."""
+    torch.manual_seed(0)
+    shape = [int(size) for size in gates.split(",")]
+    tokens = torch.randn(2, 3, 70, 5)
+    decay = torch.rand(shape)
+    if dim == -1:
+        tokens = tokens.mT.contiguous()
+        decay = decay.mT.contiguous() if decay.dim() > 1 else decay[:, None]
+    call = make_kernel_call("forward", decay, {"tokens": tokens}, None, dim, False)
+    assert not call.copied
+    found = FAMILY.routes(call.problem)
+    own = torch.empty_like(tokens)
+    own_run = plans.runner(call.problem, CPU, "auto")
+    assert callable(own_run)
+    own_run({"gates": decay, "tokens": tokens, "states": own})
+    for route in found:
+        run, states = plans.runner(route.problem, CPU, "auto"), torch.empty_like(tokens)
+        assert callable(run)
+        on_copies(call.problem, route, run)({"gates": decay, "tokens": tokens, "states": states})
+        assert torch.equal(states, own), route.name
+    assert found or (dim == -1 and decay.shape[-1] > 1)
+
+
+def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of a call makes the copies that its decision names, and C does not launch it by itself."""
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    requests: list[Any] = []
+
+    def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
+        (route,) = family.routes(problem)
+        requests.append((problem, routed))
+        run = runner(route.problem, CPU, "auto")
+        return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
+
+    runner = plans.runner
+    monkeypatch.setattr(plans, "prepare", prepared)
+    problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
+    run = plans.runner(problem, torch.device("cuda", 0), "auto")
+    assert callable(run)
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    monkeypatch.setattr(plans, "on_gpu", lambda _: True)
+    monkeypatch.setattr(engine, "_empty", torch.empty_strided)
+    launched = plans.plan_launch(
+        (gates, tokens, None, None), plans.Options(-2), lambda *_: states, None
+    )
+    assert launched is None
+    assert requests == [(problem, True)] * 2
+
+
+def test_tensors_that_are_missing_stay_so() -> None:
+    """Without states, and where the gradient of gates is not wanted."""
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    call = make_kernel_call(
+        "backward", gates, {"states": tokens, "states_grad": tokens}, None, -2, False
+    )
+    (route,) = FAMILY.routes(call.problem)
+    seen: dict[str, Any] = {}
+    run = on_copies(call.problem, route, seen.update)
+    run(
+        {
+            "gates": gates,
+            "states": None,
+            "states_grad": tokens,
+            "tokens_grad": torch.empty_like(tokens),
+        }
+    )
+    assert {name for name, tensor in seen.items() if tensor is not None} == {
+        "gates",
+        "states_grad",
+        "tokens_grad",
+    }
+    assert all(each is None or each.data_ptr() % 16 == 0 for each in seen.values())
+
+
+def test_without_memory_for_copies_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    problem = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False).problem
+    ran: list[Any] = []
+
+    def prepared(ordinal: Any, family: Any, problem: Any, *_: Any, routed: bool = False) -> Any:
+        route = family.routes(problem)[0] if routed else None
+        kernel = runner(problem if route is None else route.problem, CPU, "auto")
+
+        def run(tensors: Any) -> None:
+            ran.append(problem if route is None else route.problem)
+            kernel(tensors)
+
+        return SimpleNamespace(launch=run, run=run, decision=SimpleNamespace(route=route))
+
+    runner: Any = plans.runner
+    monkeypatch.setattr(plans, "prepare", prepared)
+    run = plans.runner(problem, torch.device("cuda", 0), "auto")
+    assert callable(run)
+    new, left = copies._Part.new, [1]
+
+    def scarce(part: Any, model: torch.Tensor) -> torch.Tensor:
+        if not left:
+            raise torch.OutOfMemoryError
+        left.pop()
+        return new(part, model)
+
+    monkeypatch.setattr(copies._Part, "new", scarce)
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    left.extend(range(9))  # once there is memory again, so are copies
+    states = torch.empty_like(tokens)
+    run({"gates": gates, "tokens": tokens, "states": states})
+    assert torch.equal(states, expected)
+    assert [each.channels for each in ran] == [11, 12]
+    left.clear()
+    (route,) = FAMILY.routes(problem)
+    with pytest.raises(torch.OutOfMemoryError):
+        on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
+
+
+def test_strided_memory_around_a_tensor_is_not_touched() -> None:
+    """Tensors that are parts of larger ones."""
+    case = Case.parse("channel_last:2,11,100:float32")
+    gates, tokens, _ = tensors_of(case)
+    base = torch.full((2, 100, 16), 7.0)
+    states = base[..., 2:13]
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False)
+    problem = call.problem
+    own = replace(problem.strides_of("states"), batch=1600, time=16)
+    problem = replace(problem, strides=(*problem.strides[:2], own, problem.strides[-1]))
+    (route,) = FAMILY.routes(problem)
+    run = plans.runner(route.problem, CPU, "auto")
+    assert callable(run)
+    on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
+    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
+    assert torch.equal(states, expected)
+    assert (base[..., :2] == 7).all()
+    assert (base[..., 13:] == 7).all()
+
+
+def test_of_dispatch(there: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``decide`` looks at routes only for who asks, as the variants of a tool run on the tensors as they are."""
+    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
+    problem = posed("channel_last:1,11,65508:float32")
+    how: Any = (0, FAMILY, problem, "auto", Tier.REFERENCE)
+    assert loader.decide(*how).problem == problem
+    found = loader.decide(*how, routed=True)
+    assert found.route is not None
+    assert found.route == select_route(there, FAMILY, problem).route

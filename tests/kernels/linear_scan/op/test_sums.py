@@ -1,0 +1,128 @@
+"""Gates that do not change with time, where the backward kernel sums up their gradient: how tensors get
+there and back. The kernel is the reference's arithmetic here; its own is tested in tests/kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from planning import forget_plans
+from torch import Tensor
+
+from scan_registry import linear_scan
+from scan_registry.kernels.linear_scan import reference
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.ops.launching import PlanCache
+
+Tensors = Mapping[str, Tensor | None]
+BOUNDS = (0, 0, 4, 9, 9, 13)
+
+
+class Summing:
+    """Stands in for a kernel, and counts its launches."""
+
+    def __init__(self, dim: int, reverse: bool) -> None:
+        self.dim, self.reverse, self.launches = dim, reverse, 0
+
+    def plan(self, requested: Any, device: torch.device, backend: Any) -> Any:
+        problem: LinearScanProblem | None = requested.fused()
+        if problem is None:
+            return None
+        assert problem.sums
+        assert problem.scalars()["flags"] == 2 + problem.reverse
+        return self.run
+
+    def run(self, tensors: Tensors) -> None:
+        self.launches += 1
+        bounds, states = tensors["offsets"], tensors["states"]
+        gates, sums = tensors["gates"], tensors["gates_grad"]
+        assert gates is not None
+        assert states is not None
+        assert sums is not None
+        how: dict[str, Any] = {"dim": self.dim, "reverse": self.reverse, "cu_seqlens": bounds}
+        full, of_tokens, of_initial = reference.backward(
+            gates.expand(states.shape).contiguous(),
+            states,
+            tensors["states_grad"],
+            tensors["initial_state"],
+            tensors["final_state_grad"],
+            **how,
+        )
+        if bounds is None:
+            sums.copy_(full.sum(self.dim))
+        else:
+            runs = zip(bounds.tolist(), bounds[1:].tolist(), strict=False)
+            parts = [full.narrow(self.dim, a, b - a).sum(self.dim) for a, b in runs]
+            sums.copy_(torch.stack(parts, self.dim))
+        for name, found in (("tokens_grad", of_tokens), ("initial_state_grad", of_initial)):
+            out = tensors[name]
+            if out is not None:
+                out.copy_(found)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dim", "gates"),
+    [
+        ((3, 13, 8), 1, (8,)),
+        ((3, 13, 8), -2, (3, 1, 8)),
+        ((2, 3, 13, 8), 2, (3, 1, 8)),
+        ((13, 3, 8), 0, (1, 1, 8)),
+        ((13, 8), 0, (8,)),
+    ],
+)
+@pytest.mark.parametrize("wanted", ["all", "gates"])
+def test_gradients_are_those_of_the_other_road(
+    shape: tuple[int, ...],
+    dim: int,
+    gates: tuple[int, ...],
+    reverse: bool,
+    packed: bool,
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bounds = torch.tensor(BOUNDS) if packed else None
+    between = (len(BOUNDS) - 1,) if packed else ()
+    place = dim % len(shape)
+    of_state = (*shape[:place], *between, *shape[place + 1 :])
+    drawn = torch.rand(gates), torch.randn(shape), torch.randn(of_state)
+    weights = torch.randn(shape), torch.randn(of_state)
+
+    def gradients() -> list[Tensor | None]:
+        leaves = [each.clone() for each in drawn]
+        for leaf in leaves if wanted == "all" else leaves[:1]:
+            leaf.requires_grad_()
+        states, last = linear_scan(
+            *leaves, dim=dim, reverse=reverse, cu_seqlens=bounds, return_final_state=True
+        )
+        ((states * weights[0]).sum() + (last * weights[1]).sum()).backward()
+        return [leaf.grad for leaf in leaves]
+
+    expected = gradients()
+    summing = Summing(place, reverse)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
+    monkeypatch.setattr(plans, "_plan_sums", summing.plan)
+    for found, other in zip(gradients(), expected, strict=True):
+        assert (found is None) == (other is None)
+        if found is not None and other is not None:
+            torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4)
+    assert summing.launches == 1
+
+
+@pytest.mark.parametrize("gates", [(13, 1), (1, 13, 8), (3, 13, 8)])
+def test_gates_that_change_with_time_are_not_summed(
+    gates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summing = Summing(1, False)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
+    monkeypatch.setattr(plans, "_plan_sums", summing.plan)
+    leaf = torch.rand(gates, requires_grad=True)
+    linear_scan(leaf, torch.randn(3, 13, 8), dim=1).sum().backward()
+    assert leaf.grad is not None
+    assert summing.launches == 0

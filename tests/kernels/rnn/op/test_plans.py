@@ -1,0 +1,391 @@
+"""How ``rnn`` calls its kernels: in one launch and step by step, with kernels of torch that read and write
+nothing but what the problem's strides and sizes say."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from planning import forget_plans
+from torch import Tensor
+
+from scan_registry import nn, rnn
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
+from scan_registry.kernels.rnn import reference
+from scan_registry.kernels.rnn.op import buffers as step_buffers
+from scan_registry.kernels.rnn.op import plans as rnn_plans
+from scan_registry.kernels.rnn.op import problems as rnn_problems
+from scan_registry.kernels.rnn.op import steps as rnn_steps
+from scan_registry.kernels.rnn.op.arguments import FUNCTIONS, WAYS
+from scan_registry.kernels.rnn.op.buffers import BufferPool
+from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
+from scan_registry.nn import torch_cells
+from scan_registry.ops.launching import PlanCache, Run
+
+Tensors = Mapping[str, Any]
+Play = Callable[[str], list[RnnProblem]]
+
+
+class Kernel:
+    """Plays the kernel of a problem."""
+
+    def __init__(self, problem: RnnProblem) -> None:
+        self.problem, self.sizes, self.scalars = problem, SIZES[problem.function], problem.scalars()
+
+    def view(self, tensors: Tensors, name: str, count: int) -> Tensor:
+        """A tensor by its address, as a kernel sees it: (count, B, N, D), over the sequence (count, B, T,
+        N, D)."""
+        problem, given = self.problem, tensors[name]
+        batch, time, heads, dim = problem.batch, problem.time, problem.heads, problem.dim
+        between = self.scalars.get(f"{name}_state", heads * dim)
+        shape, strides = [count, batch], [between, self.scalars[f"{name}_batch"]]
+        if problem.scope == "sequence":
+            shape, strides = [*shape, time], [*strides, self.scalars[f"{name}_time"]]
+        view: Tensor = given.as_strided([*shape, heads, dim], [*strides, dim, 1])
+        return view
+
+    def __call__(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            if isinstance(tensor, Tensor) and self.problem.alignment >= 16:
+                assert tensor.data_ptr() % 16 == 0, name
+        problem = self.problem
+        getattr(self, f"{problem.scope}_{problem.direction}")(tensors, problem.function)
+
+    def sequence_forward(self, tensors: Tensors, function: Function) -> None:
+        sizes = self.sizes
+        inputs = self.view(tensors, "inputs", sizes.inputs).permute(1, 2, 0, 3, 4)
+        others = (tensors[name] for name in ("recurrent", "bias", "initial"))
+        assert all(t is None or t.is_contiguous() for t in tensors.values() if t is tensors["bias"])
+        states, cache = reference.forward(function, inputs, *others, self.problem.clips)
+        self.view(tensors, "states", len(sizes.states)).copy_(states)
+        assert (tensors["cache"] is not None) == (self.problem.training and bool(sizes.cache))
+        if tensors["cache"] is not None:
+            room = self.view(tensors, "cache", len(sizes.cache))
+            room.copy_(cache.permute(2, 0, 1, 3, 4))
+
+    def sequence_backward(self, tensors: Tensors, function: Function) -> None:
+        sizes = self.sizes
+        states = self.view(tensors, "states", len(sizes.states))
+        grads = self.view(tensors, "states_grad", self.problem.graded)
+        cache = states[:0]
+        if sizes.cache:
+            cache = self.view(tensors, "cache", len(sizes.cache))
+        gates_grad, initial_grad = reference.backward(
+            function,
+            tensors["recurrent"],
+            states,
+            tensors["initial"],
+            cache.permute(1, 2, 0, 3, 4),
+            grads,
+            tensors["final_grad"],
+            self.problem.clips,
+        )
+        self.view(tensors, "gates_grad", sizes.bias).copy_(gates_grad.permute(2, 0, 1, 3, 4))
+        tensors["initial_grad"].copy_(initial_grad)
+
+    def step_forward(self, tensors: Tensors, function: Function) -> None:
+        sizes, problem = self.sizes, self.problem
+        unit = problem.heads, problem.dim
+        terms = tensors["terms"].view(unit[0], problem.batch, sizes.recurrent, unit[1])
+        made = reference.step(
+            function,
+            self.view(tensors, "inputs", sizes.inputs).transpose(0, 1).float(),
+            terms.permute(1, 2, 0, 3).float(),
+            tensors["bias"],
+            tensors["carry"].unbind(0),
+            problem.clips.forward,
+        )
+        states = torch.stack(tuple(made.states))
+        tensors["carry"].copy_(states)
+        self.view(tensors, "states", len(sizes.states)).copy_(states)
+        assert (tensors["cache"] is not None) == (problem.training and bool(sizes.cache))
+        if tensors["cache"] is not None:
+            self.view(tensors, "cache", len(sizes.cache)).copy_(torch.stack(tuple(made.cache)))
+
+    def step_backward(self, tensors: Tensors, function: Function) -> None:
+        sizes, count, clips = self.sizes, len(self.sizes.states), self.problem.clips
+        grads = tensors["carry"].clone()
+        grads += self.view(tensors, "states_grad", count)
+        terms = tensors["terms"].transpose(0, 1).float()
+        grads[0] += terms.clamp(-clips.recurrent, clips.recurrent)
+        cache = self.view(tensors, "cache", len(sizes.cache)).float() if sizes.cache else ()
+        made = reference.step_back(
+            function,
+            tuple(cache),
+            tuple(self.view(tensors, "before", count).float()),
+            tuple(self.view(tensors, "states", count).float()),
+            grads.unbind(0),
+        )
+        self.view(tensors, "gates_grad", sizes.bias).copy_(torch.stack(tuple(made.gates)))
+        tensors["carry"].copy_(torch.stack(tuple(made.states)))
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Has CPU tensors taken for a GPU's, with kernels of one scope, and lists the problems solved."""
+
+    def start(scope: str) -> list[RnnProblem]:
+        solved: list[RnnProblem] = []
+
+        def prepared(
+            posed: Sequence[tuple[Problem, Backend]], device: torch.device
+        ) -> tuple[RnnProblem, Run]:
+            problems = [problem for problem, _ in posed]
+            (problem,) = (p for p in problems if isinstance(p, RnnProblem) and p.scope == scope)
+            solved.append(problem)
+            return problem, Kernel(problem)
+
+        monkeypatch.setattr(rnn_plans, "_in_torch", lambda *_: False)
+        monkeypatch.setattr(torch_cells, "takes", lambda *_: False)
+        monkeypatch.setattr(rnn_plans, "_prepared", prepared)
+        monkeypatch.setattr(rnn_plans, "plan_cache", PlanCache())
+        forget_plans(monkeypatch, "rnn")
+        pool = BufferPool()
+        monkeypatch.setattr(rnn_plans, "rnn_buffers", pool)
+        monkeypatch.setattr(step_buffers, "rnn_buffers", pool)
+        return solved
+
+    torch.manual_seed(0)
+    return start
+
+
+def draw(function: Function, shape: tuple[int, int, int, int]) -> tuple[Tensor, ...]:
+    batch, time, heads, dim = shape
+    sizes = SIZES[function]
+    drawn = (
+        torch.randn(batch, time, sizes.inputs, heads, dim),
+        torch.randn(sizes.recurrent, heads, dim, dim) / dim**0.5,
+        torch.randn(sizes.bias, heads, dim),
+        torch.rand(len(sizes.states), batch, 1, heads, dim) * 3,
+    )
+    return tuple(tensor.requires_grad_() for tensor in drawn)
+
+
+def results(inputs: Sequence[Tensor], weights: Sequence[Tensor], **options: Any) -> list[Tensor]:
+    """Of ``rnn``: states and last ones, and the gradients of all inputs."""
+    outs = rnn(*inputs, **options)
+    loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
+    assert isinstance(loss, Tensor)
+    return [*outs, *torch.autograd.grad(loss, inputs)]
+
+
+#: The third has a chunk of steps and some more, if a chunk is CHUNK_HERE steps.
+CHUNK_HERE = 4
+SHAPES = [(3, 3, 2, 16), (1, 1, 1, 16), (2, CHUNK_HERE + 2, 1, 32), (2, 3, 3, 5)]
+CLIPS: list[dict[str, Any]] = [
+    {},
+    {"forward_clipval": 0.1, "gradient_recurrent_clipval": 0.05},
+    {"gradient_recurrent_cut": True},
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "clips"),
+    [
+        # Each function with each shape and each clip, and each shape with each clip.
+        *(
+            (function, shape, CLIPS[(k + j) % 3])
+            for k, function in enumerate(FUNCTIONS)
+            for j, shape in enumerate(SHAPES)
+        ),
+        ("lstm", (1, rnn_steps.CHUNK + 1, 1, 16), CLIPS[1]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scope", ["sequence", "step"])
+def test_results_and_gradients(
+    play: Play,
+    scope: str,
+    function: Function,
+    shape: Any,
+    clips: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if shape in SHAPES:
+        monkeypatch.setattr(rnn_steps, "CHUNK", CHUNK_HERE)
+    inputs = draw(function, shape)
+    starts = [inputs, inputs[:3]]
+    weights = [torch.randn_like(out) for out in rnn(*inputs, function=function)]
+    expected = [results(given, weights, function=function, **clips) for given in starts]
+    solved = play(scope)
+    for given, wanted in zip(starts, expected, strict=True):
+        found = results(given, weights, function=function, **clips)
+        for got, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+            assert got.stride() == want.stride()
+    assert {problem.direction for problem in solved} == {"forward", "backward"}
+    assert all(problem.dim % 16 == 0 for problem in solved)
+    with torch.no_grad():
+        states, _ = rnn(*inputs, function=function, **clips)
+    torch.testing.assert_close(states, expected[0][0])
+    assert solved[-1].training is False
+
+
+@pytest.mark.parametrize("scope", ["sequence", "step"])
+def test_how_tensors_lie(play: Play, scope: str) -> None:
+    """No copy where the gates of a step are without gaps and lie at multiples of 16 bytes; the states lie
+    as the inputs do."""
+    function: Function = "gru"
+    inputs = draw(function, (3, 5, 2, 16))
+    wx = inputs[0].detach()
+    weights = [torch.randn_like(out) for out in rnn(*inputs, function=function)]
+    expected = results(inputs, weights, function=function)
+    solved = play(scope)
+    room = torch.zeros(3, 9, 3, 2, 16)
+    views = {
+        "time first": wx.transpose(0, 1).contiguous().transpose(0, 1),
+        "gaps": room[:, 2:7].copy_(wx),
+        "units apart": torch.stack([wx, wx], -1)[..., 0],
+        "off the grid": torch.cat([wx.flatten(), wx.new_zeros(1)]).roll(1)[1:].view(wx.shape),
+    }
+    for name, view in views.items():
+        given = (view.detach().requires_grad_(), *inputs[1:])
+        found = results(given, weights, function=function)
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        forward = next(problem for problem in solved[::-1] if problem.direction == "forward")
+        strides = forward.scalars()
+        if scope == "sequence":
+            of_inputs = strides["inputs_batch"], strides["inputs_time"]
+            assert of_inputs == (view.stride()[:2] if name != "units apart" else wx.stride()[:2])
+            assert forward.alignment == 16
+            assert (strides["states_time"] > strides["states_batch"]) == (name == "time first")
+
+
+def test_a_gradient_of_any_layout(play: Play) -> None:
+    inputs = draw("lstm", (3, 5, 2, 16))
+    wanted = torch.autograd.grad(rnn(*inputs)[0].sum(), inputs)
+    play("sequence")
+    for got, want in zip(torch.autograd.grad(rnn(*inputs)[0].sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_is_made_once(play: Play) -> None:
+    inputs = draw("lstm", (3, 5, 2, 16))
+    solved = play("sequence")
+    for _ in range(3):
+        rnn(*inputs)[0].sum().backward()
+    assert len(solved) == 2
+    rnn(*draw("lstm", (3, 6, 2, 16)))
+    assert len(solved) == 3
+
+
+def test_buffers_are_used_again(play: Play) -> None:
+    play("step")
+    for _ in range(3):
+        rnn(*draw("lstm", (2, 3, 1, 16)))[0].sum().backward()
+    kept = rnn_plans.rnn_buffers._idle
+    assert {key.options[0] for key, _ in kept} == {"forward", "backward"}
+    assert len(kept) == 2
+
+
+def test_kept_buffers_have_a_bound(play: Play) -> None:
+    play("step")
+    pool = rnn_plans.rnn_buffers
+    pool.max_size = 1 << 20
+    for heads, function in product((1, 2, 3), FUNCTIONS):
+        rnn(*draw(function, (2, 3, heads, 16)), function=function)
+        assert 0 < pool.size <= 1 << 20
+    held = pool.size
+    assert (pool.clear(), pool.size) == (held, 0)
+    pool.max_size = 0
+    rnn(*draw("lstm", (2, 3, 1, 16)))
+    assert pool.size == 0
+    pool.max_size = np.int64(7)  # type: ignore[assignment]
+    assert (pool.max_size, type(pool.max_size)) == (7, int)
+    for wrong in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match="accepted are whole numbers of bytes from 0 up"):
+            pool.max_size = wrong  # type: ignore[assignment]
+
+
+def test_calls_at_the_same_time_share_no_buffers(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two threads is in the middle of its first step when the other begins its own."""
+    play("step")
+    inputs = [[t.detach() for t in draw("lstm", (2, 5, 1, 16))] for _ in range(2)]
+    inputs[1][0] = inputs[1][0] + 1
+    expected = [rnn(*each)[0] for each in inputs]
+    both, first = threading.Barrier(2, timeout=60), threading.local()
+    plain = Kernel.step_forward
+
+    def step(self: Kernel, tensors: Tensors, function: Function) -> None:
+        if not hasattr(first, "done"):
+            first.done = True
+            both.wait()
+        plain(self, tensors, function)
+
+    monkeypatch.setattr(Kernel, "step_forward", step)
+    with ThreadPoolExecutor(2) as threads:
+        found = [*threads.map(lambda each: rnn(*each)[0], inputs)]
+    for out, ref in zip(found, expected, strict=True):
+        assert torch.equal(out, ref)
+
+
+def test_buffers_go_with_the_module_that_they_served(play: Play) -> None:
+    play("step")
+    modules = [nn.LSTM(3, 16), nn.LSTM(3, 5, bidirectional=True), nn.SLSTM(3, 16)]
+    for module in modules:
+        module(torch.randn(4, 2, 3))[0].sum().backward()
+    del module
+    for left in (4, 2, 0):
+        modules.pop()
+        gc.collect()
+        assert len(rnn_plans.rnn_buffers._idle) == left
+
+
+def test_buffers_that_a_failed_call_used_are_not_kept(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play("step")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("as planned")
+
+    monkeypatch.setattr(Kernel, "step_forward", fail)
+    with pytest.raises(RuntimeError, match="as planned"):
+        rnn(*draw("lstm", (2, 3, 1, 16)))
+    assert rnn_plans.rnn_buffers.size == 0
+
+
+def test_short_of_memory_a_call_is_tried_again_without_kept_buffers(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play("step")
+    given = draw("lstm", (2, 3, 1, 16))
+    expected, plain = rnn(*given)[0], Kernel.step_forward
+
+    def full(self: Kernel, tensors: Tensors, function: Function) -> None:
+        if rnn_plans.rnn_buffers.size:
+            raise torch.OutOfMemoryError("as planned")
+        plain(self, tensors, function)
+
+    rnn(*draw("gru", (2, 3, 1, 16)), function="gru")  # what is in the way
+    monkeypatch.setattr(Kernel, "step_forward", full)
+    assert torch.equal(rnn(*given)[0], expected)
+
+
+def test_buffers_of_wide_networks_hold_fewer_steps(play: Play) -> None:
+    """As many as make 32 MiB of the sequence, from 4 to 64."""
+    chunk = rnn_steps.chunk_steps
+    assert chunk("forward", "lstm", 16, 1024, 2, True) == 64
+    assert chunk("forward", "lstm", 256, 2048, 2, True) == 4
+    assert chunk("backward", "lstm", 64, 2048, 2, True) == 10
+
+
+def test_what_each_backend_tries() -> None:
+    inputs = draw("lstm", (3, 5, 2, 16))
+    tensors = {"inputs": inputs[0], "states": torch.zeros(2, 3, 5, 2, 16), "cache": inputs[0]}
+    from scan_registry.kernels.rnn.op.arguments import Options
+
+    for backend, ways in WAYS.items():
+        posed = rnn_problems.alternatives("forward", Options("lstm", backend), tensors, True)
+        assert [(problem.scope, tried) for problem, tried in posed] == [*ways]  # type: ignore[attr-defined]

@@ -1,0 +1,141 @@
+"""What ``selective_state_update`` makes of its arguments, on its own CUDA kernel, emulated on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from scan_registry.kernels.selective_state_update import reference
+from scan_registry.kernels.selective_state_update.op import plans
+from scan_registry.kernels.selective_state_update.op.arguments import Arguments, check
+from scan_registry.kernels.selective_state_update.spec import FAMILY
+
+(KERNEL,) = FAMILY.kernels
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+
+def mamba(dtype: torch.dtype = torch.float32, slots: int = 3) -> dict[str, Any]:
+    """As in a block of Mamba: B and C are slices of one projection, x and z of another."""
+    batch, channels, states, rank = 3, 24, 16, 8
+    xz = torch.randn(batch, 2 * channels).to(dtype)
+    projected = torch.randn(batch, rank + 2 * states).to(dtype)
+    _, B, C = projected.split([rank, states, states], -1)
+    return {
+        "state": torch.randn(slots, channels, states),
+        "x": xz[:, :channels],
+        "dt": torch.rand(batch, channels).to(dtype),
+        "A": -torch.rand(channels, states),
+        "B": B,
+        "C": C,
+        "D": torch.randn(channels),
+        "z": xz[:, channels:],
+        "dt_bias": torch.rand(channels),
+        "indices": None,
+    }
+
+
+def mamba_2(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """As there: A, dt, D and the bias are expanded."""
+    batch, heads, channels, states = 2, 4, 6, 32
+    return {
+        "state": torch.randn(batch, heads, channels, states),
+        "x": torch.randn(batch, heads, channels).to(dtype),
+        "dt": torch.rand(batch, heads, 1).to(dtype).expand(-1, -1, channels),
+        "A": (-torch.rand(heads, 1, 1)).expand(-1, channels, states),
+        "B": torch.randn(batch, 2, states).to(dtype),
+        "C": torch.randn(batch, 2, states).to(dtype),
+        "D": torch.randn(heads, 1).to(dtype).expand(-1, channels),
+        "z": None,
+        "dt_bias": torch.rand(heads, 1).expand(-1, channels),
+        "indices": None,
+    }
+
+
+def altered(given: dict[str, Any], **others: Callable[[Tensor], Any]) -> dict[str, Any]:
+    return given | {name: how(given[name]) for name, how in others.items()}
+
+
+def spread(tensor: Tensor) -> Tensor:
+    """The same with gaps between its elements."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def turned(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def off(tensor: Tensor) -> Tensor:
+    """The same one element off a boundary of 16 bytes."""
+    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+
+#: Arguments, and the kernel that takes them.
+CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "mamba": (mamba, "aligned"),
+    "mamba in bfloat16": (lambda: mamba(torch.bfloat16), "aligned"),
+    "mamba-2": (mamba_2, "tied"),
+    "a state in bfloat16": (
+        lambda: altered(mamba(torch.bfloat16), state=Tensor.bfloat16),
+        "aligned",
+    ),
+    "indices": (
+        lambda: mamba(slots=5) | {"indices": torch.tensor([4, 9, -1, 9, 2])[::2]},
+        "aligned",
+    ),
+    "a step of a sequence": (
+        lambda: altered(mamba(), x=lambda x: torch.stack([x] * 3, -1)[..., 1], z=spread),
+        "aligned",
+    ),
+    "no unit stride": (lambda: altered(mamba(), state=turned), "generic"),
+    "B off a boundary": (lambda: altered(mamba(), B=off), "generic"),
+    "A in bfloat16": (lambda: altered(mamba(), A=Tensor.bfloat16), "generic"),
+    "A of each channel": (lambda: altered(mamba_2(), A=torch.clone), "aligned"),
+    "B and C of two dtypes": (lambda: altered(mamba(torch.bfloat16), B=Tensor.float), "generic"),
+    "an odd number of states": (
+        lambda: altered(mamba(), **dict.fromkeys(("state", "A", "B", "C"), lambda t: t[..., :13])),
+        "generic",
+    ),
+}
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+@pytest.mark.parametrize(("make", "access"), CALLS.values(), ids=CALLS)
+def test_matches_plain_torch(
+    make: Callable[[], dict[str, Any]],
+    access: str,
+    softplus: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    given = Arguments(**make())
+    wide = [t.double() if t is not None and t.is_floating_point() else t for t in given]
+    expected = reference.step(*wide[:9], dt_softplus=softplus, indices=given.indices)
+    chunked = (given.state, given.A, given.B, given.C)
+    call = plans.make_kernel_call(
+        check(tuple(given), softplus, "auto"), softplus, plans._addresses(chunked)
+    )
+    taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, call.problem) is None]
+    variant = min(taken, key=lambda variant: KERNEL.cost(variant, call.problem))
+    assert variant.text("access") == access
+    out = torch.empty_like(given.x)
+    tensors = dict(zip(KERNEL.pointers, (*given, out), strict=True))
+    cuda_emulator.emulated(KERNEL, variant, tmp_path).run(call.problem, tensors, 0)
+    for found, exact in ((out, expected), (given.state, wide[0])):
+        assert (found.double() - exact).norm() <= TOLERANCE[found.dtype] * exact.norm()
+
+
+def test_tensors_that_offsets_of_32_bits_do_not_reach_are_not_aligned() -> None:
+    given = Arguments(**mamba())
+    far = torch.empty_strided((3, 24), (2**30, 1), device="meta")
+    call = plans.make_kernel_call(given._replace(x=far), False, 0)
+    assert call.problem.large
+    assert not plans.make_kernel_call(given, False, 0).problem.large
+    taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, call.problem) is None]
+    assert {variant.text("access") for variant in taken} == {"generic"}
