@@ -18,7 +18,7 @@ from elftools.elf.elffile import ELFFile
 
 _MULTIPLY_ADD = r"fml[as]\.(4s|2d)"
 _TYPES = "(float32|float64|complex64|complex128)"
-#: By the pattern of functions of csrc: how many of them, at least, have to have an instruction in a loop,
+#: By the pattern of functions of the C sources: how many of them, at least, have to have an instruction in a loop,
 #: and the pattern of the instruction. Numbers are least ones, as a compiler may copy a function for a constant
 #: argument, and may inline the convolution or not.
 WANTED: Mapping[str, tuple[int, str]] = {

@@ -5,6 +5,20 @@
 
 #include "cpu_types.h"
 
+/* Functions of a family for the module: OFFER(table) once in one of its files. */
+typedef struct Functions {
+    PyMethodDef *table;
+    struct Functions *next;
+} Functions;
+
+HIDDEN void offer(Functions *more);
+
+#define OFFER(methods)                                             \
+    __attribute__((constructor)) static void offer_##methods(void) { \
+        static Functions more = {.table = methods};                \
+        offer(&more);                                              \
+    }
+
 UNUSED static int fail(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);

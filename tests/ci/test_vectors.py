@@ -12,7 +12,8 @@ import pytest
 from ci import cross, vectors
 from scan_registry.ops import _cpu
 
-CSRC = Path(__file__).parents[2] / "scan_registry" / "csrc"
+ROOT = Path(__file__).parents[2]
+CSRC = ROOT / "scan_registry" / "csrc"
 GCC = shutil.which("aarch64-linux-gnu-gcc")
 
 FMLA, FMADD, RET = 0x4E22CC20, 0x1F020C20, 0xD65F03C0  # fmla v0.4s, v1.4s, v2.4s; fmadd s0, …
@@ -62,10 +63,10 @@ def test_another_machines_code() -> None:
 def test_the_kernels_compute_in_vectors(tmp_path: Path) -> None:
     def made(*flags: str) -> list[str]:
         headers = cross.headers_in(tmp_path)
-        sources = sorted(CSRC.glob("cpu*.c"))
+        sources = [CSRC / "cpu.c", *sorted(ROOT.glob("kernels/*/cpu/*.c"))]
         words = ["-DPy_LIMITED_API=0x030A0000", "-std=gnu11", "-O3", "-fPIC", "-shared", *flags]
         library = tmp_path / "_cpu.so"
-        subprocess.run([GCC, *words, f"-I{headers}", *sources, "-o", library], check=True)
+        subprocess.run([GCC, *words, *(f"-I{each}" for each in (headers, CSRC, ROOT / "kernels")), *sources, "-o", library], check=True)
         return list(vectors.scalar(vectors.functions(library.read_bytes())))
 
     assert made() == []

@@ -1,4 +1,4 @@
-"""``causal_conv1d`` by this package's compiled code for the CPU: ``csrc/cpu_causal_conv1d.c``.
+"""``causal_conv1d`` by this package's compiled code for the CPU: ``../cpu/causal_conv1d.c``.
 
 Arguments are as ``normalised`` makes them.
 """

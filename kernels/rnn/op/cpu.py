@@ -1,4 +1,4 @@
-"""``rnn`` by this package's compiled code for the CPU: ``csrc/cpu_rnn.c``.
+"""``rnn`` by this package's compiled code for the CPU: ``../cpu/rnn.c``.
 
 It computes in float32: bfloat16 and float16 are converted before and after. Arguments are as
 ``normalised`` makes them.

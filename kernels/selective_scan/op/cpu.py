@@ -1,4 +1,4 @@
-"""``selective_scan`` by this package's compiled code for the CPU: ``csrc/cpu_selective_scan.c``.
+"""``selective_scan`` by this package's compiled code for the CPU: ``../cpu/selective_scan.c``.
 
 Arguments are as ``normalised`` makes them. The backward pass computes states anew, so that nothing is kept for it but
 the inputs.

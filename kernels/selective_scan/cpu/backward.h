@@ -1,4 +1,4 @@
-/* Backward, at one level of vector instructions: cpu_selective_scan_forward.h comes before.
+/* Backward, at one level of vector instructions: forward.h comes before.
  *
  * A task takes a run of channels, TOGETHER at a time, through each sequence twice: up, to keep the
  * state before every piece of so many steps, and down, a piece at a time. In a piece, a few states

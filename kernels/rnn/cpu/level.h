@@ -7,8 +7,8 @@
  */
 #include "cpu_convert.h"
 #include "cpu_math.h"
-#include "cpu_rnn_product.h"
-#include "cpu_rnn_cells.h"
+#include "product.h"
+#include "cells.h"
 
 enum { LEVEL(panel) = PANEL };
 

@@ -3,16 +3,16 @@
  * Heads and rows of a batch do not influence one another, and are shared out among threads. All
  * is in float32.
  *
- *   cpu_rnn.c          arguments
- *   cpu_rnn.h          a problem as numbers
- *   cpu_rnn_level.h    a task, at each level of vector instructions
- *   cpu_rnn_product.h  products with R
- *   cpu_rnn_cells.h    the cells without them
+ *   rnn.c              arguments
+ *   problem.h          a problem as numbers
+ *   level.h            a task, at each level of vector instructions
+ *   product.h          products with R
+ *   cells.h            the cells without them
  */
 #include "cpu_arguments.h"
-#include "cpu_rnn.h"
+#include "problem.h"
 
-#define LEVEL_BODY "cpu_rnn_level.h"
+#define LEVEL_BODY "rnn/cpu/level.h"
 #include "cpu_levels.h"
 
 typedef void Task(const void *problem, int64_t task, char *scratch);
@@ -222,12 +222,24 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-HIDDEN PyObject *rnn_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *rnn_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-HIDDEN PyObject *rnn_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *rnn_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
+
+static PyMethodDef functions[] = {
+    {"rnn_forward", (PyCFunction)(void (*)(void))rnn_forward, METH_FASTCALL,
+     "rnn_forward(cell, pointers, scalars, clip, threads)\n\n"
+     "The states of a recurrent network in float32, and those after the last step. Pointers and\n"
+     "scalars are those that scan_registry.kernels.rnn.op.cpu names. Raises as forward."},
+    {"rnn_backward", (PyCFunction)(void (*)(void))rnn_backward, METH_FASTCALL,
+     "rnn_backward(cell, pointers, scalars, clip, threads)\n\n"
+     "The gradients of its gates and initial states. As rnn_forward."},
+    {NULL, NULL, 0, NULL}};
+
+OFFER(functions)

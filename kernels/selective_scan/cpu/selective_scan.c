@@ -6,19 +6,19 @@
  * shared out does not change a bit of what is forward. Backward, sums over channels are cut as the
  * shape alone decides.
  *
- *   cpu_selective_scan.c           arguments, and how a problem is cut into tasks
- *   cpu_selective_scan.h           a problem as numbers
- *   cpu_selective_scan_level.h     at each level of vector instructions,
- *   cpu_selective_scan_forward.h   a task of the forward pass
- *   cpu_selective_scan_backward.h  a task of the backward pass
+ *   selective_scan.c               arguments, and how a problem is cut into tasks
+ *   problem.h                      a problem as numbers
+ *   level.h                        at each level of vector instructions,
+ *   forward.h                      a task of the forward pass
+ *   backward.h                     a task of the backward pass
  *   cpu_blocks.h                   between memory and blocks of channels
  *   cpu_math.h                     exponentials
  */
 #include "cpu_arguments.h"
-#include "cpu_selective_scan.h"
+#include "problem.h"
 #include "cpu_sum.h"
 
-#define LEVEL_BODY "cpu_selective_scan_level.h"
+#define LEVEL_BODY "selective_scan/cpu/level.h"
 #include "cpu_levels.h"
 
 typedef void Task(const void *problem, int64_t task, char *scratch);
@@ -214,13 +214,25 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-HIDDEN PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-HIDDEN PyObject *selective_scan_backward(PyObject *module, PyObject *const *args,
+static PyObject *selective_scan_backward(PyObject *module, PyObject *const *args,
                                          Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
+
+static PyMethodDef functions[] = {
+    {"selective_scan_forward", (PyCFunction)(void (*)(void))selective_scan_forward, METH_FASTCALL,
+     "selective_scan_forward(dtype, pointers, scalars, threads)\n\n"
+     "The output and the final state of a selective scan. Pointers and scalars are those that\n"
+     "scan_registry.kernels.selective_scan.op.cpu names. Raises as forward."},
+    {"selective_scan_backward", (PyCFunction)(void (*)(void))selective_scan_backward, METH_FASTCALL,
+     "selective_scan_backward(dtype, pointers, scalars, threads)\n\n"
+     "The gradients of a selective scan. As selective_scan_forward."},
+    {NULL, NULL, 0, NULL}};
+
+OFFER(functions)

@@ -5,15 +5,15 @@
  * threads does not change a bit of the results. What is read is read once, and what is written is
  * written once.
  *
- *   cpu_causal_conv1d.c        arguments
- *   cpu_causal_conv1d.h        a problem as numbers
- *   cpu_causal_conv1d_level.h  a task, at each level of vector instructions
+ *   causal_conv1d.c            arguments
+ *   problem.h                  a problem as numbers
+ *   level.h                    a task, at each level of vector instructions
  *   cpu_blocks.h               between memory and blocks of channels
  */
 #include "cpu_arguments.h"
-#include "cpu_causal_conv1d.h"
+#include "problem.h"
 
-#define LEVEL_BODY "cpu_causal_conv1d_level.h"
+#define LEVEL_BODY "causal_conv1d/cpu/level.h"
 #include "cpu_levels.h"
 
 typedef void Task(const void *problem, int64_t task, char *scratch);
@@ -168,18 +168,18 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-HIDDEN PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 0);
 }
 
-HIDDEN PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     (void)module;
     return call(args, count, 1);
 }
 
 /* Pointers: x, state, y, weight, bias, positions, indices. Strides: of the first three. */
-HIDDEN PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+static PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     enum { ROWS, OF_CHANNELS, STEPS_NOW, OF_WIDTH, SLOTS, LENGTH, ACTIVE, NUMBERS };
     const char *name = "causal_conv1d_update";
     int64_t p[7], scalars[NUMBERS + 9], threads;
@@ -230,3 +230,18 @@ HIDDEN PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, P
     if (status) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
+
+static PyMethodDef functions[] = {
+    {"causal_conv1d_forward", (PyCFunction)(void (*)(void))causal_conv1d_forward, METH_FASTCALL,
+     "causal_conv1d_forward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output and the final state of a causal convolution. Pointers and scalars are those\n"
+     "that scan_registry.kernels.causal_conv1d.op.cpu names. Raises as forward."},
+    {"causal_conv1d_backward", (PyCFunction)(void (*)(void))causal_conv1d_backward, METH_FASTCALL,
+     "causal_conv1d_backward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The gradients of a causal convolution. As causal_conv1d_forward."},
+    {"causal_conv1d_update", (PyCFunction)(void (*)(void))causal_conv1d_update, METH_FASTCALL,
+     "causal_conv1d_update(dtype, weight_dtype, pointers, scalars, threads)\n\n"
+     "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
+    {NULL, NULL, 0, NULL}};
+
+OFFER(functions)

@@ -1,5 +1,5 @@
 /* One task of each direction: a group of lanes through time, or tiles of a reduction. */
-#include "cpu_panels.h"
+#include "panels.h"
 
 /* The first sequence that begins at or after time t. */
 static int64_t sequence_from(const Scan *scan, int64_t t) {

@@ -1,5 +1,5 @@
 /* Everything of linear_scan that runs once per element, at one level of vector instructions.
- * cpu_kernels.h has cpu_levels.h include this once per level.
+ * kernels.h has cpu_levels.h include this once per level.
  */
 #include "cpu_convert.h"
 
@@ -11,7 +11,7 @@
 #define COMPLEX 0
 #define BLOCK_BYTES 32
 #define STATE(name) LEVEL(name##_float32)
-#include "cpu_recurrence.h"
+#include "recurrence.h"
 
 #define REAL double
 #define REAL_BYTES 8
@@ -19,7 +19,7 @@
 #define COMPLEX 0
 #define BLOCK_BYTES 64
 #define STATE(name) LEVEL(name##_float64)
-#include "cpu_recurrence.h"
+#include "recurrence.h"
 
 #define REAL float
 #define REAL_BYTES 4
@@ -27,7 +27,7 @@
 #define COMPLEX 1
 #define BLOCK_BYTES 64
 #define STATE(name) LEVEL(name##_complex64)
-#include "cpu_recurrence.h"
+#include "recurrence.h"
 
 #define REAL double
 #define REAL_BYTES 8
@@ -35,7 +35,7 @@
 #define COMPLEX 1
 #define BLOCK_BYTES 64
 #define STATE(name) LEVEL(name##_complex128)
-#include "cpu_recurrence.h"
+#include "recurrence.h"
 
 /* --- All of it, in one table ------------------------------------------------------------------ */
 
@@ -48,8 +48,6 @@
      LEVEL(fold_##type)}
 
 static const Level LEVEL(level) = {
-    .name = LEVEL_NAME,
-    .runs_here = LEVEL(runs),
     .recurrence = {[FLOAT32] = RECURRENCE(float32, 32),
                    [FLOAT64] = RECURRENCE(float64, 64),
                    [COMPLEX64] = RECURRENCE(complex64, 64),

@@ -1,6 +1,6 @@
 /* The inner loops of one state type, at one level of vector instructions.
  *
- * cpu_level.h includes this once per state type, with REAL, REAL_BYTES, MASK, COMPLEX,
+ * level.h includes this once per state type, with REAL, REAL_BYTES, MASK, COMPLEX,
  * BLOCK_BYTES and STATE(name) defined. A block of lanes stays in registers while it is carried
  * through all the steps. Lanes do not influence one another.
  */

@@ -1,6 +1,6 @@
 /* Everything of selective_scan that runs once per element, at one level of vector instructions. */
-#include "cpu_selective_scan_forward.h"
-#include "cpu_selective_scan_backward.h"
+#include "forward.h"
+#include "backward.h"
 #include "cpu_sums.h"
 
 #undef Floats

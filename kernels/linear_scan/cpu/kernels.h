@@ -24,8 +24,6 @@ typedef struct {
 } Recurrence;
 
 typedef struct {
-    const char *name;
-    int (*runs_here)(void);
     Recurrence recurrence[STATE_TYPES];
     void (*widen[TYPES])(void *wide, const void *narrow, int64_t n); /* null: nothing to do */
     void (*narrow[TYPES])(void *narrow, const void *wide, int64_t n);
@@ -33,22 +31,8 @@ typedef struct {
                           int64_t rows, int64_t columns); /* by the bytes of an element */
 } Level;
 
-static int runs_portable(void) { return 1; }
-
-#if defined(__x86_64__)
-/* Whether the processor has the instructions, and the system keeps the registers they use. */
-static int runs_avx2(void) {
-    const unsigned needed = bit_FMA | bit_F16C | bit_AVX | bit_OSXSAVE;
-    unsigned a, b, c, d, registers, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed) return 0;
-    __asm__("xgetbv" : "=a"(registers), "=d"(high) : "c"(0));
-    return (registers & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
-}
-#endif
-
-#define LEVEL_BODY "cpu_level.h"
+#define LEVEL_BODY "linear_scan/cpu/level.h"
 #include "cpu_levels.h"
 #undef LEVEL_BODY
 
 static const Level *const levels[] = OF_LEVELS(&level);
-enum { LEVELS = sizeof levels / sizeof *levels };

@@ -1,6 +1,6 @@
 /* How a problem is cut into tasks. */
 #include "cpu_threads.h"
-#include "cpu_walks.h"
+#include "walks.h"
 
 /* Elements that are worth a thread; tasks per thread, to even out their load. */
 enum { THREAD_ELEMENTS = 65536, TASKS = 2 };

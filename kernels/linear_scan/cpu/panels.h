@@ -1,5 +1,5 @@
 /* A scan as numbers, and the way between memory and the panels that it is computed in. */
-#include "cpu_kernels.h"
+#include "kernels.h"
 
 enum { OUTER, BATCH, CHANNEL, TIME, DIMENSIONS };
 

@@ -1,0 +1,28 @@
+"""Builds the C extensions. A family's code for CPUs is every C file of ``kernels/<family>/cpu``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = "scan_registry.ops._cpu"
+
+
+class BuildExtensions(build_ext):
+    """setuptools' command, with the families' sources, and all headers as dependencies."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        headers = _files("scan_registry/csrc/*.h", "kernels/*/cpu/*.h")
+        for extension in self.extensions:
+            extension.depends = [*extension.depends, *headers]
+            if extension.name == FAMILIES:
+                sources = [*extension.sources, *_files("kernels/*/cpu/*.c")]
+                extension.sources = list(dict.fromkeys(sources))
+
+
+def _files(*patterns: str) -> list[str]:
+    """Relative to the root, which is the current folder while setuptools builds."""
+    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
