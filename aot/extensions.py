@@ -25,4 +25,6 @@ class BuildExtensions(build_ext):
 
 def _files(*patterns: str) -> list[str]:
     """Relative to the root, which is the current folder while setuptools builds."""
-    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [
+        str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))
+    ]

@@ -25,8 +25,8 @@ from scan_registry.kernels.gated_scan.problem import (
     GatedScanProblem,
     Layout,
     Strides,
-    common_alignment,
 )
+from scan_registry.kernels.model import common_alignment
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}

@@ -29,10 +29,9 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
     Strides,
     ceil_div,
-    common_alignment,
 )
 
-__all__ = ["GatedScanProblem", "Strides", "ceil_div", "common_alignment"]
+__all__ = ["GatedScanProblem", "Strides", "ceil_div"]
 
 Direction = Literal["forward", "backward"]
 Layout = Literal["time_last", "channel_last"]

@@ -22,9 +22,9 @@ from scan_registry.kernels.linear_scan.problem import (
     Layout,
     LinearScanProblem,
     Strides,
-    common_alignment,
 )
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
+from scan_registry.kernels.model import common_alignment
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Literal
 
@@ -42,14 +41,6 @@ class Strides:
 
 
 DIMENSIONS = ("outer", "batch", "channel", "time")
-
-
-def common_alignment(addresses: Iterable[int]) -> int:
-    """Bytes, at most 16, that divide every address."""
-    together = 16
-    for address in addresses:
-        together |= address
-    return together & -together
 
 
 def ceil_div(a: int, b: int) -> int:

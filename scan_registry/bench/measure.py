@@ -258,7 +258,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def document(self) -> dict[str, Any]:
-        """The stable form, as ``schemas/bench.json`` and its like describe it: keys are only ever added."""
+        """The stable form, as ``bench.json`` of the operator describes it: keys are only ever added."""
         streaming = {"streaming_bytes_per_ms": self.bandwidth} if self.benchmark.streams else {}
         return {
             "gpu": self.name if self.device.type == "cuda" else None,

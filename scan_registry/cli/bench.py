@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_operator(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, operator: Operator
 ) -> argparse.ArgumentParser:
-    benchmark, schema = operator.benchmark, "bench" if name == "bench" else f"bench-{name}"
+    benchmark = operator.benchmark
     targets, usual = benchmark.targets, benchmark.backends[0]
     missed = "1 where --targets was not met; " if targets else ""
     parser = commands.add_parser(
@@ -60,7 +60,7 @@ def _add_operator(
         + (_TARGETS if targets else "")
         + (bench_random.DESCRIPTION if benchmark.draws else ""),
         epilog=f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
-        f"nothing can be timed. The JSON document is described by scan_registry/schemas/{schema}.json.",
+        f"nothing can be timed. The JSON document is described by scan_registry/kernels/{operator.name}/op/bench.json.",
     )
     for option in benchmark.options:
         parser.add_argument(*option.names, **option.settings)

@@ -59,17 +59,17 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL}};
 
 /* What families offer, which their files add when the library is loaded, before the module is made. */
-static Functions *offered;
+static Functions *added;
 
-void offer(Functions *more) {
-    more->next = offered;
-    offered = more;
+void add_functions(Functions *more) {
+    more->next = added;
+    added = more;
 }
 
 static int execute(PyObject *module) {
     for (int i = 0; i < LEVELS; i++)
         if (levels[i].runs_here()) level_in_use = i;
-    for (const Functions *more = offered; more; more = more->next)
+    for (const Functions *more = added; more; more = more->next)
         if (PyModule_AddFunctions(module, more->table)) return -1;
     return 0;
 }

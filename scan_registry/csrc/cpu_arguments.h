@@ -5,18 +5,18 @@
 
 #include "cpu_types.h"
 
-/* Functions of a family for the module: OFFER(table) once in one of its files. */
+/* Functions of a family for the module: ADD_FUNCTIONS(table) once in one of its files. */
 typedef struct Functions {
     PyMethodDef *table;
     struct Functions *next;
 } Functions;
 
-HIDDEN void offer(Functions *more);
+HIDDEN void add_functions(Functions *more);
 
-#define OFFER(methods)                                             \
-    __attribute__((constructor)) static void offer_##methods(void) { \
-        static Functions more = {.table = methods};                \
-        offer(&more);                                              \
+#define ADD_FUNCTIONS(methods)                                \
+    __attribute__((constructor)) static void when_loaded(void) { \
+        static Functions more = {.table = methods};           \
+        add_functions(&more);                                 \
     }
 
 UNUSED static int fail(const char *format, ...) {

@@ -98,7 +98,9 @@ class Operator(Protocol):
     @property
     def benchmark(self) -> Benchmark:
         """What ``bench`` times; its cases are what ``tune`` takes, too. Calls of the function never import its module."""
-        found: Benchmark = importlib.import_module(f"{ops.__name__}.{self.name}_bench").BENCHMARK
+        found: Benchmark = importlib.import_module(
+            f"{kernels.__name__}.{self.name}.op.bench"
+        ).BENCHMARK
         return found
 
     def describe(self, *args: Any, **kwargs: Any) -> Mapping[str, KernelCall]:

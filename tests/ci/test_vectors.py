@@ -66,7 +66,17 @@ def test_the_kernels_compute_in_vectors(tmp_path: Path) -> None:
         sources = [CSRC / "cpu.c", *sorted(ROOT.glob("kernels/*/cpu/*.c"))]
         words = ["-DPy_LIMITED_API=0x030A0000", "-std=gnu11", "-O3", "-fPIC", "-shared", *flags]
         library = tmp_path / "_cpu.so"
-        subprocess.run([GCC, *words, *(f"-I{each}" for each in (headers, CSRC, ROOT / "kernels")), *sources, "-o", library], check=True)
+        subprocess.run(
+            [
+                GCC,
+                *words,
+                *(f"-I{each}" for each in (headers, CSRC, ROOT / "kernels")),
+                *sources,
+                "-o",
+                library,
+            ],
+            check=True,
+        )
         return list(vectors.scalar(vectors.functions(library.read_bytes())))
 
     assert made() == []

@@ -122,7 +122,11 @@ def variables_read() -> set[str]:
                 given = node.left
             if isinstance(given, ast.Constant):
                 found.add(given.value)
-    for path in [*package_files("*.c", "*.h"), *ROOT.glob("scan_registry/csrc/*.[ch]"), *ROOT.glob("kernels/*/cpu/*.[ch]")]:
+    for path in [
+        *package_files("*.c", "*.h"),
+        *ROOT.glob("scan_registry/csrc/*.[ch]"),
+        *ROOT.glob("kernels/*/cpu/*.[ch]"),
+    ]:
         found |= set(re.findall(r"\bgetenv\(\"(\w+)\"\)", path.read_text(encoding="utf-8")))
     return found
 

@@ -23,7 +23,9 @@ SMALL = Case("channel_last", 2, 8, 16, "float32")
 
 def schema() -> Any:
     return json.loads(
-        files("scan_registry").joinpath("schemas", "bench.json").read_text(encoding="utf-8")
+        files("scan_registry")
+        .joinpath("kernels", "linear_scan", "op", "bench.json")
+        .read_text(encoding="utf-8")
     )
 
 

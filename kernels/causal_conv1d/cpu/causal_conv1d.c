@@ -244,4 +244,4 @@ static PyMethodDef functions[] = {
      "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
     {NULL, NULL, 0, NULL}};
 
-OFFER(functions)
+ADD_FUNCTIONS(functions)

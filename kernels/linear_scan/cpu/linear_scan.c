@@ -243,4 +243,4 @@ static PyMethodDef functions[] = {
      "for this layout, \"time_last\" or \"channel_last\". As forward."},
     {NULL, NULL, 0, NULL}};
 
-OFFER(functions)
+ADD_FUNCTIONS(functions)

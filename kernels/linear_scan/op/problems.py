@@ -18,9 +18,9 @@ from scan_registry.kernels.linear_scan.op.layout import (
 from scan_registry.kernels.linear_scan.problem import (
     Direction,
     LinearScanProblem,
-    common_alignment,
 )
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
+from scan_registry.kernels.model import common_alignment
 from scan_registry.ops.strides import as_new, dense_strides, memory_order
 
 

@@ -242,4 +242,4 @@ static PyMethodDef functions[] = {
      "The gradients of its gates and initial states. As rnn_forward."},
     {NULL, NULL, 0, NULL}};
 
-OFFER(functions)
+ADD_FUNCTIONS(functions)

@@ -235,4 +235,4 @@ static PyMethodDef functions[] = {
      "The gradients of a selective scan. As selective_scan_forward."},
     {NULL, NULL, 0, NULL}};
 
-OFFER(functions)
+ADD_FUNCTIONS(functions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -261,36 +262,16 @@ def test_nothing_beside_the_results_is_written(
 
 # --- Another kind -----------------------------------------------------------------------------
 
-#: Of a kind without padding, and whose parameter is a time constant: two things that the others do not have.
-DECAY = """
-// h[t] = exp(-exp(rate) * step) * h[t-1] + step * x
-struct Kind : KindOf<2, 1> {
-    struct Values {
-        float gate, step;
-        float x;
-    };
-    __device__ static float prepared(int, float rate) { return fast_exp2(LOG2_E * rate); }
-    __device__ static float slope(int, float rate) { return prepared(0, rate); }
-    __device__ static Values values(const Given& given) {
-        const float step = 0.1f + given.input[1] * given.input[1];
-        return {fast_exp2(-LOG2_E * given.parameter[0] * step), step, given.input[0]};
-    }
-    __device__ static Step step(const Values& of) { return {of.gate, of.step * of.x}; }
-    __device__ static Gradients gradients(const Given& given, const Values& of, float gate_grad, float token_grad) {
-        const float to_exponent = -gate_grad * of.gate;
-        const float to_step = to_exponent * given.parameter[0] + token_grad * of.x;
-        return {{token_grad * of.step, to_step * 2 * given.input[1]}, {to_exponent * of.step}};
-    }
-};
-"""
-LINE = """
-def _decay(x, step, rate, reset=None):
-    step = 0.1 + step * step
-    return (-rate.exp() * step).exp(), step * x
+PAGE = Path(__file__).parents[3] / "docs" / "pages" / "developers" / "gates.md"
 
 
-KINDS["decay"] = Kind("decay", ("x", "step"), _decay, ("rate",))
-"""
+def block(language: str) -> str:
+    """The page's only block in that language. The kind has no padding, and its parameter is a time constant: two things that the
+    others do not have."""
+    (text,) = re.findall(rf"```{language}\n(.*?)```\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return str(text)
+
+
 #: Run where the copy is what is imported: compiles every access of both directions and compares.
 ADDED = """
 import sys
@@ -342,15 +323,15 @@ for kernel in FAMILY.kernels:
 
 @pytest.mark.slow
 def test_a_kind_is_one_header_and_one_line(cuda_emulator: ModuleType, tmp_path: Path) -> None:
-    """What a user does in a copy of the family's folder, and no more: all kernels then have the kind."""
+    """What the page says, in a copy of the family's folder, and no more: all kernels then have the kind."""
     root, out = tmp_path / "kernels", tmp_path / "emulated"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns("__pycache__"))
     out.mkdir()
     (out / "ready").symlink_to(cuda_emulator.ready())
     family = root / "gated_scan"
-    (family / "kinds" / "decay.cuh").write_text(DECAY, encoding="utf-8")
+    (family / "kinds" / "decay.cuh").write_text(block("cuda"), encoding="utf-8")
     with (family / "kinds.py").open("a", encoding="utf-8") as kinds:
-        kinds.write(LINE)
+        kinds.write("\n\n" + block("python"))
     script = tmp_path / "added.py"
     script.write_text(ADDED, encoding="utf-8")
     command = [sys.executable, script, Path(cuda_emulator.__file__).parent, root, out]

@@ -9,9 +9,9 @@ import torch
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
+from scan_registry.kernels import operators
 from scan_registry.kernels.roofline import cases, reference
 from scan_registry.kernels.roofline.spec import FAMILY, PATTERNS, RooflineProblem
-from scan_registry.kernels import operators
 from scan_registry.runtime import jit
 
 (KERNEL,) = FAMILY.kernels

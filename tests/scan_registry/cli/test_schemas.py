@@ -23,6 +23,7 @@ from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli import main, parser
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.ops.operator import operators
 
 Schema = dict[str, Any]
 
@@ -31,11 +32,16 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 def schemas() -> dict[str, Schema]:
     folder = files("scan_registry").joinpath("schemas")
-    return {
-        path.name.removesuffix(".json"): json.loads(path.read_text(encoding="utf-8"))
+    paths = {
+        path.name.removesuffix(".json"): path
         for path in folder.iterdir()
         if path.name.endswith(".json")
     }
+    first, *others = operators()
+    for name in (first, *others):
+        command = "bench" if name == first else f"bench-{name}"
+        paths[command] = files("scan_registry.kernels").joinpath(name, "op", "bench.json")
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
 
 
 SCHEMAS = schemas()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import scan_registry
-from scan_registry import kernels, ops
+from scan_registry import kernels
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli import explain as explain_command
 from scan_registry.cli import main
@@ -24,7 +24,8 @@ from scan_registry.tuner.problems import cases, posed, usual_cases
 Capture = pytest.CaptureFixture[str]
 
 FILES = {
-    "kernels/scale/__init__.py": "",
+    "kernels/scale/__init__.py": 'PUBLIC = {"scale": "op.function"}',
+    "kernels/scale/op/__init__.py": "",
     "kernels/scale/spec.py": """
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +83,7 @@ class Trial:
 def trials(dtype, shapes, device):
     return (Trial(torch.rand(size, device=device)) for size in shapes)
 """,
-    "ops/scale.py": """
+    "kernels/scale/op/function.py": """
 from dataclasses import dataclass
 from torch import Tensor
 from scan_registry.kernels.scale.spec import ScaleProblem
@@ -102,7 +103,7 @@ def scale(x: Tensor, *, reverse: bool = False, backend: str = "auto") -> Tensor:
 def describe(x, *, reverse=False, backend="auto"):
     return {"forward": Call(ScaleProblem(str(x.dtype).removeprefix("torch."), x.numel()))}
 """,
-    "ops/scale_bench.py": """
+    "kernels/scale/op/bench.py": """
 from dataclasses import dataclass
 from typing import ClassVar
 from scan_registry.ops.benchmark import Benchmark
@@ -141,13 +142,13 @@ class ScaleBenchmark(Benchmark):
         return [*map(self.parse, given.case)] or [Case(int(size)) for size in given.sizes.split(",")]
     def call(self, case, direction, backend, device):
         import torch
-        from scan_registry.ops.scale import scale
+        from scan_registry.kernels.scale.op.function import scale
         x = torch.rand(case.size, device=device)
         return lambda: scale(x)
 
 BENCHMARK = ScaleBenchmark()
 """,
-    "ops/scale_operator.py": """
+    "kernels/scale/op/operator.py": """
 from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
 
 class Scale(Operator):
@@ -172,7 +173,7 @@ OPERATOR = Scale()
 
 @pytest.fixture
 def _third(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """The family ``scale``, in a folder beside the others', and its line in ``ops``."""
+    """The family ``scale``, in a folder beside the others'."""
     for folder in Path(kernels.__file__).parent.iterdir():
         if (folder / "spec.py").is_file():
             (tmp_path / "kernels").mkdir(exist_ok=True)
@@ -181,12 +182,10 @@ def _third(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     monkeypatch.setattr(kernels, "ROOT", tmp_path / "kernels")
-    for package in (kernels, ops):
-        path = [*package.__path__, str(tmp_path / package.__name__.rpartition(".")[2])]
-        monkeypatch.setattr(package, "__path__", path)
-    monkeypatch.setattr(ops, "OPERATORS", (*ops.OPERATORS, "scale"))
+    path = [*kernels.__path__, str(tmp_path / "kernels")]
+    monkeypatch.setattr(kernels, "__path__", path)
     monkeypatch.setenv("COLUMNS", "160")
-    caches = (kernels.families, kernels.family)
+    caches = (kernels.families, kernels.family, kernels.operators, kernels.public)
     for cached in caches:
         cached.cache_clear()
     importlib.invalidate_caches()
@@ -195,9 +194,8 @@ def _third(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         cached.cache_clear()
     for name in [each for each in sys.modules if ".scale" in each]:
         del sys.modules[name]
-    for package in (kernels, ops):
-        for name in ("scale", "scale_bench", "scale_operator"):
-            vars(package).pop(name, None)
+    vars(kernels).pop("scale", None)
+    vars(scan_registry).pop("scale", None)
 
 
 @pytest.mark.usefixtures("_third")
@@ -215,10 +213,12 @@ def test_explain_knows_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(SystemExit):
         main(["explain", "--help"])
     told = capsys.readouterr().out
-    families = "linear_scan, rnn, causal_conv1d, selective_scan, selective_state_update, gated_scan"
-    assert f"one of {families}, scale" in " ".join(told.split())
+    families = "linear_scan, causal_conv1d, gated_scan, rnn, scale, selective_scan"
+    assert f"one of {families}" in " ".join(told.split())
     assert "of linear_scan, gated_scan, scale: scan from the end" in told
-    function = operators()["scale"].function
+    function = scan_registry.scale  # type: ignore[attr-defined]
+    assert "scale" in dir(scan_registry)
+    assert function is operators()["scale"].function
     assert scan_registry.explain(function, torch.rand(8)).operator == "scale"
 
 
