@@ -113,8 +113,8 @@ def launches(
                     yield archive, binary, case
 
 
-def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
-    """A record for each binary of ``family`` that the GPU can run and in whose name ``only`` is found."""
+def attest(family: Family) -> list[dict[str, Any]]:
+    """A record for each binary of ``family`` that the GPU can run."""
     from rich.progress import track
 
     from scan_registry.diagnostics.accuracy import cases_of, run
@@ -122,20 +122,15 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
 
     cases = cases_of(family.name)
     sm_count = device(0).sm_count
-    binaries = [
-        (archive, binary)
-        for archive, binary in runnable(family)
-        if re.search(only, f"{binary.variant} {binary.target}")
-    ]
+    binaries = list(runnable(family))
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
-    shapes = cases.QUICK if quick else cases.THOROUGH
 
     present = {binary.variant.text("dtype") for _, binary in binaries}
     for dtype, tolerance in cases.TOLERANCE.items():
         if dtype not in present:
             continue
         print(f"{family.name} {dtype}: drawing", flush=True)
-        for trial in track(list(cases.trials(dtype, shapes, "cuda")), dtype):
+        for trial in track(list(cases.trials(dtype, cases.THOROUGH, "cuda")), dtype):
             for archive, binary, case in launches(family, binaries, trial, sm_count):
                 run(0, binary, partial(archive.read, binary), case)
                 errors[binary.sha256].append(error := case.error())
@@ -154,7 +149,7 @@ def attest(family: Family, quick: bool, only: str = "") -> list[dict[str, Any]]:
     ]
 
 
-def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bool) -> Path:
+def write(family: Family, records: list[dict[str, Any]], folder: Path) -> Path:
     import torch
 
     from scan_registry import __version__
@@ -172,7 +167,7 @@ def write(family: Family, records: list[dict[str, Any]], folder: Path, quick: bo
         "torch": torch.__version__,
         "version": __version__,
         "date": date.today().isoformat(),
-        "shapes": [str(shape) for shape in (cases.QUICK if quick else cases.THOROUGH)],
+        "shapes": [str(shape) for shape in cases.THOROUGH],
         "binaries": records,
     }
     write_records(path, content)
@@ -186,15 +181,6 @@ def main() -> int:
         "--prune", action="store_true", help="drop the records of binaries that are not installed"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="few shapes; for trying, not for proof"
-    )
-    parser.add_argument(
-        "--only",
-        default="",
-        metavar="REGEX",
-        help="binaries in whose name and target it is found; for trying, or for compute-sanitizer",
-    )
-    parser.add_argument(
         "--family", choices=families(), action="append", help="may repeat; default: every family"
     )
     parser.add_argument(
@@ -205,8 +191,6 @@ def main() -> int:
         return check(args.folder)
     if args.prune:
         return prune(args.folder)
-    if (args.quick or args.only) and args.folder == ROOT / "kernels":
-        parser.error("that is no proof of all binaries: name another --folder for what it writes")
 
     import torch
 
@@ -216,8 +200,8 @@ def main() -> int:
     failed = 0
     for name in args.family or families():
         family = families()[name]
-        records = attest(family, args.quick, args.only)
-        path = write(family, records, args.folder, args.quick)
+        records = attest(family)
+        path = write(family, records, args.folder)
         bad = [r for r in records if not r["error"] <= r["tolerance"]]
         failed += len(bad)
         for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):

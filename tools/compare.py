@@ -23,8 +23,6 @@ from statistics import geometric_mean
 from typing import Any
 
 from records import write_records
-from rich.console import Console
-from rich.table import Table
 
 
 @dataclass
@@ -76,16 +74,16 @@ def compare(old: Path, new: Path, words: Sequence[str], rounds: int) -> list[Row
     return [row for row in rows.values() if row.old_ms and row.new_ms]
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[Row]) -> None:
     """A line for each pass and backend: the geometric mean of the ratios, and the largest with its case."""
-    table = Table("pass", "who", "cases", "mean ratio", "largest", "of")
     for direction, who in dict.fromkeys((row.direction, row.who) for row in rows):
         group = [row for row in rows if (row.direction, row.who) == (direction, who)]
         worst = max(group, key=lambda row: row.ratio)
         mean = geometric_mean(row.ratio for row in group)
         case = ", ".join(map(str, worst.case.values()))
-        table.add_row(direction, who, str(len(group)), f"{mean:.3f}", f"{worst.ratio:.3f}", case)
-    console.print(table)
+        print(
+            f"{direction}, {who}: {mean:.3f} in the mean of {len(group)}, {worst.ratio:.3f} for {case}"
+        )
 
 
 def main() -> int:
@@ -104,7 +102,7 @@ def main() -> int:
         return 1
     if options.json:
         write_records(options.json, {"words": options.words, "rows": [asdict(row) for row in rows]})
-    show(rows, Console())
+    show(rows)
     return 0
 
 

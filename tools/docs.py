@@ -1,7 +1,6 @@
 """Write the parts of the documentation that are made, not written: run it after a change of what they show.
 
-    python tools/docs.py             write them
-    python tools/docs.py --check     exit with 1, and say which ones, where they are not current
+    python tools/docs.py
 
 Made are the command-line reference (from the parsers of scan_registry.cli), the pictures, and the tables between
 ``<!-- made: NAME -->`` and ``<!-- end -->`` (both from tools/results, but for those of many ranks, which are the cost
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,22 +146,13 @@ def stale() -> list[Path]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    found = stale()
-    if args.check:
-        for path in found:
-            print(f"{path.relative_to(ROOT)} is not current; run `python tools/docs.py`")
-        return 1 if found else 0
+def main() -> None:
     files = made()
-    for path in found:
+    for path in stale():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files[path], encoding="utf-8")
         print(path.relative_to(ROOT))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
