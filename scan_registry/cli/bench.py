@@ -118,23 +118,14 @@ def run(args: argparse.Namespace) -> int:
     if args.timed == bench_distributed.NAME:
         return bench_distributed.run(args)
     operator = operators()[args.operator]
-    for backend in args.backend:
-        if backend not in operator.backends:
-            raise UsageError(
-                f"--backend is {backend!r}; accepted are {', '.join(operator.backends)}"
-            )
     plot = None if args.plot is None else _picture(args.plot)
     device = _device(args.device)
+    _check_backends(operator, args.backend, device.type)
     if args.targets and device.type == "cpu":
         raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
     targets = _targets(operator, args.only) if args.targets else []
     drawn = bench_random.draw(operator.benchmark, args)
     cases = [target.case for target in targets] or drawn or _cases(operator, args, device.type)
-    if device.type == "cpu" and args.backend and not {"auto", "reference"} & {*args.backend}:
-        raise UsageError(
-            f"--backend is {args.backend[0]!r}, which needs a GPU; accepted on the CPU are auto and "
-            "reference"
-        )
     bench = _bench(operator, args, device)
     try:
         for case in () if targets or drawn else cases:
@@ -142,20 +133,41 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(f"{_blamed(bench, args)}: {error}") from error
     interrupted = _time(bench, cases, args)
-    if args.json:
-        found = document(bench, targets)
-        print(json.dumps(found | bench_random.document(bench, args), indent=2))
-    elif targets:
-        show_targets(bench, targets)
-    else:
-        show_table(bench)
-        bench_random.show(bench, args)
+    _print_results(bench, targets, args)
     if plot is not None:
         _draw(bench, plot)
     if interrupted:
         return INTERRUPTED
     met = [outcome.met for outcome in _outcomes(bench, targets)]
     return 0 if all(met) and len(met) == len(targets) * len(bench.passes) else 1
+
+
+def _check_backends(operator: Operator, backends: Sequence[str], device: str) -> None:
+    """``UsageError`` for a backend that the operator does not have, or if none of them is for the CPU."""
+    for backend in backends:
+        if backend not in operator.backends:
+            raise UsageError(
+                f"--backend is {backend!r}; accepted are {', '.join(operator.backends)}"
+            )
+    if device == "cpu" and backends and not {"auto", "reference"} & {*backends}:
+        raise UsageError(
+            f"--backend is {backends[0]!r}, which needs a GPU; accepted on the CPU are auto and "
+            "reference"
+        )
+
+
+def _print_results(
+    bench: Bench, targets: Sequence[PerformanceTarget], args: argparse.Namespace
+) -> None:
+    """Print the results."""
+    if args.json:
+        content = document(bench, targets)
+        print(json.dumps(content | bench_random.document(bench, args), indent=2))
+    elif targets:
+        show_targets(bench, targets)
+    else:
+        show_table(bench)
+        bench_random.show(bench, args)
 
 
 def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> bool:

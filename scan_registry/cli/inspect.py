@@ -195,27 +195,32 @@ def _print_kernels(
     for archive, binary in rows:
         variant = binary.variant
         kernels.setdefault(f"{variant.family}.{variant.kernel}", []).append((archive, binary))
-    room = max(1, most_lines - 7)
-    for name, group in list(kernels.items())[:room]:
-        binaries = [binary for _, binary in group]
-        statics = (dict(binary.variant.statics).get("dtype", "") for binary in binaries)
+    shown = max(1, most_lines - 7)
+    for name, group in list(kernels.items())[:shown]:
         archs = dict.fromkeys(archive.arch.label for archive, _ in group)
-        table.add_row(
-            name,
-            " ".join(dict.fromkeys(binary.variant.language for binary in binaries)),
-            " ".join(dict.fromkeys(map(_short, statics))),
-            f"all {len(archs)}" if archs == everything and len(archs) > 1 else " ".join(archs),
-            str(len({binary.variant for binary in binaries})),
-            _range([b.registers for b in binaries if b.registers is not None], str),
-            _range([b.shared for b in binaries], size_text),
-            _range([b.size for b in binaries], size_text),
-            _gpu_tested(binaries, found),
-        )
+        every_arch = archs == everything and len(archs) > 1
+        label = f"all {len(archs)}" if every_arch else " ".join(archs)
+        table.add_row(name, *_kernel_cells([binary for _, binary in group], label, found))
     if rows:
         show(console, table)
-        if len(kernels) > room:
-            console.print(f"and {len(kernels) - room} more: --family lists those of one family")
+        if len(kernels) > shown:
+            console.print(f"and {len(kernels) - shown} more: --family lists those of one family")
         say(console, _LEGEND, "dim")
+
+
+def _kernel_cells(binaries: Sequence[Binary], archs: str, found: Catalogue) -> tuple[str, ...]:
+    """What the table says of one kernel's binaries, after its name."""
+    statics = (dict(binary.variant.statics).get("dtype", "") for binary in binaries)
+    return (
+        " ".join(dict.fromkeys(binary.variant.language for binary in binaries)),
+        " ".join(dict.fromkeys(map(_short, statics))),
+        archs,
+        str(len({binary.variant for binary in binaries})),
+        _range([b.registers for b in binaries if b.registers is not None], str),
+        _range([b.shared for b in binaries], size_text),
+        _range([b.size for b in binaries], size_text),
+        _gpu_tested(binaries, found),
+    )
 
 
 def _print_binaries(

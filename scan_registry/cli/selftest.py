@@ -70,14 +70,9 @@ def run(args: argparse.Namespace) -> int:
     # whose roundings add up beyond a tolerance.
     torch.manual_seed(0)
 
-    name = args.device or ("cuda:0" if torch.cuda.is_available() else CPU)
-    count = torch.cuda.device_count()
-    accepted = [CPU, "cuda", *(f"cuda:{n}" for n in range(count))] if count else [CPU]
-    if name not in accepted:
-        raise UsageError(f"--device is {name!r}; accepted here are {', '.join(accepted)}")
+    device = _device(args.device)
     if args.dtype is not None and args.dtype not in DTYPES:
         raise UsageError(f"--dtype is {args.dtype!r}; accepted are {', '.join(DTYPES)}")
-    device = torch.device(name)
     where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
     skipped: dict[str, str] = {}
     threads = torch.get_num_threads()
@@ -98,6 +93,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(results, where, skipped)
     return 0 if results and all(result.passed for result in results) else 1
+
+
+def _device(name: str | None) -> Any:
+    """The device of that name, or the first GPU, else the CPU; ``UsageError`` if it is not here."""
+    import torch
+
+    name = name or ("cuda:0" if torch.cuda.is_available() else CPU)
+    count = torch.cuda.device_count()
+    accepted = [CPU, "cuda", *(f"cuda:{n}" for n in range(count))] if count else [CPU]
+    if name not in accepted:
+        raise UsageError(f"--device is {name!r}; accepted here are {', '.join(accepted)}")
+    return torch.device(name)
 
 
 def _watched(device: Any, dtype: str | None, skipped: dict[str, str]) -> list[Result]:

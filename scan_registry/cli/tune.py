@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from scan_registry.cache import tuned
@@ -101,12 +101,8 @@ def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> lis
     ``UsageError`` if they name none."""
     from scan_registry.tuner.problems import cases, posed, usual_cases
 
-    for word in args.dtype or ():
-        if word not in DTYPES:
-            raise UsageError(f"--dtype is {word!r}; accepted are {', '.join(DTYPES)}")
-    for word in args.language or ():
-        if word not in LANGUAGES:
-            raise UsageError(f"--language is {word!r}; accepted are {', '.join(LANGUAGES)}")
+    _check_words("--dtype", args.dtype, DTYPES)
+    _check_words("--language", args.language, LANGUAGES)
     dtypes = [DTYPES[word] for word in args.dtype or ()]
     try:
         if known is not None:
@@ -119,12 +115,17 @@ def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> lis
         raise UsageError(f"--shapes: {error}") from error
     found = list(posed(wanted, args.language or LANGUAGES))
     names = list(dict.fromkeys(each.kernel.name for each in found))
-    for word in args.kernel or ():
-        if word not in names:
-            raise UsageError(
-                f"--kernel is {word!r}; accepted with these shapes are {', '.join(names)}"
-            )
+    _check_words("--kernel", args.kernel, names, "accepted with these shapes")
     return [each for each in found if not args.kernel or each.kernel.name in args.kernel]
+
+
+def _check_words(
+    option: str, words: Sequence[str] | None, known: Collection[str], accepted: str = "accepted"
+) -> None:
+    """``UsageError`` for a word that an option does not take."""
+    for word in words or ():
+        if word not in known:
+            raise UsageError(f"{option} is {word!r}; {accepted} are {', '.join(known)}")
 
 
 def wanted(pattern: str | None, problems: Sequence[Posed]) -> Callable[[Variant], bool]:

@@ -21,7 +21,7 @@ from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import PLAIN_TORCH
+from scan_registry.kernels.model import PLAIN_TORCH, Launch
 from scan_registry.ops.operator import KernelCall, Operator, operators
 
 _LABEL = 11  # columns before the text of a line
@@ -301,17 +301,20 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "attestation": asdict(attestation) if attestation else None,
         "cost": winner.cost if winner and winner.variant else None,
         "tuning": _tuning_record(decision),
-        "launch": {
-            "grid": list(launch.grid),
-            "block": list(binary.block) if binary else None,
-            "static_shared": binary.static_shared if binary else None,
-            "dynamic_shared": binary.dynamic_shared if binary else None,
-            "workspace": launch.workspace,
-            "scalars": dict(launch.scalars),
-        }
-        if launch
-        else None,
+        "launch": _launch_record(launch, binary) if launch else None,
         "rejected": [asdict(loser) for loser in decision.rejected],
+    }
+
+
+def _launch_record(launch: Launch, binary: Binary | None) -> dict[str, Any]:
+    """What is known once the kernel is compiled is null before."""
+    return {
+        "grid": list(launch.grid),
+        "block": list(binary.block) if binary else None,
+        "static_shared": binary.static_shared if binary else None,
+        "dynamic_shared": binary.dynamic_shared if binary else None,
+        "workspace": launch.workspace,
+        "scalars": dict(launch.scalars),
     }
 
 

@@ -197,25 +197,29 @@ def states_of(
         raise TypeError(f"{name}: Expected {called} to be {expected}, got {_kind(hx)}")
     for k, (what, state) in enumerate(zip(names, given, strict=True)):
         units = module.proj_size if module.proj_size and k == 0 else module.hidden_size
-        size = (*lead, units)
-        if state.layout != torch.strided or state.is_nested:
-            refuse_layout(what, state)
-        if state.dim() != len(size):
-            raise RuntimeError(
-                f"{name}: For {'unbatched 2-D' if batch is None else 'batched'} input, expected {what} "
-                f"to be {len(size)}-D, {size}, got {state.dim()}-D, {tuple(state.shape)}"
-            )
-        if tuple(state.shape) != size:
-            raise RuntimeError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
-        if not _go_together(state, x):
-            raise RuntimeError(
-                f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
-            )
-        if state.device != x.device:
-            raise RuntimeError(
-                f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
-            )
+        _check_state(name, what, state, (*lead, units), x)
     return given
+
+
+def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: Tensor) -> None:
+    """Refuse a state that is not dense, or not of this size or of the dtype and device of the input ``x``."""
+    if state.layout != torch.strided or state.is_nested:
+        refuse_layout(what, state)
+    if state.dim() != len(size):
+        raise RuntimeError(
+            f"{name}: For {'unbatched 2-D' if len(size) == 2 else 'batched'} input, expected {what} "
+            f"to be {len(size)}-D, {size}, got {state.dim()}-D, {tuple(state.shape)}"
+        )
+    if tuple(state.shape) != size:
+        raise RuntimeError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
+    if not _go_together(state, x):
+        raise RuntimeError(
+            f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
+        )
+    if state.device != x.device:
+        raise RuntimeError(
+            f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
+        )
 
 
 def _kind(hx: Any) -> str:

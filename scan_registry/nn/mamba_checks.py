@@ -29,13 +29,7 @@ def check_constructor(
 ) -> None:
     """Refuse arguments of the wrong type or out of range."""
     for name, size in sizes.items():
-        if name == "dt_rank" and size == "auto":
-            continue
-        if not isinstance(size, int) or isinstance(size, bool):
-            or_auto = " or 'auto'" if name == "dt_rank" else ""
-            raise TypeError(f"{name} should be of type int{or_auto}, got: {type(size).__name__}")
-        if size <= 0:
-            raise ValueError(f"{name} must be greater than zero")
+        _check_size(name, size)
     for name, number in numbers_.items():
         if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
             raise ValueError(f"{name} should be a number above 0, got: {number!r}")
@@ -55,6 +49,16 @@ def check_constructor(
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+
+
+def _check_size(name: str, size: Any) -> None:
+    if name == "dt_rank" and size == "auto":
+        return
+    if not isinstance(size, int) or isinstance(size, bool):
+        or_auto = " or 'auto'" if name == "dt_rank" else ""
+        raise TypeError(f"{name} should be of type int{or_auto}, got: {type(size).__name__}")
+    if size <= 0:
+        raise ValueError(f"{name} must be greater than zero")
 
 
 def check_options(least: float, most: float, **flags: Any) -> None:

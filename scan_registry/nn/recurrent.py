@@ -150,6 +150,12 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             return traced
         if isinstance(input, PackedSequence):
             return self._packed(input, hx, reset, reset_hx)
+        return self._dense(input, hx, reset, reset_hx, tried)
+
+    def _dense(
+        self, input: Tensor, hx: Any, reset: Any, reset_hx: Any, tried: bool
+    ) -> tuple[Any, Any]:
+        """The same of a tensor. ``tried``: that ``_at_once`` takes it not is known."""
         checks.check_input(self, input)
         checks.check_reset(self, reset, reset_hx, input)
         x = input if input.dim() == 3 else input.unsqueeze(1)
