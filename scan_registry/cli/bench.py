@@ -127,19 +127,27 @@ def run(args: argparse.Namespace) -> int:
     drawn = bench_random.draw(operator.benchmark, args)
     cases = [target.case for target in targets] or drawn or _cases(operator, args, device.type)
     bench = _bench(operator, args, device)
-    try:
-        for case in () if targets or drawn else cases:
-            bench.check_room(case)
-    except ValueError as error:
-        raise UsageError(f"{_blamed(bench, args)}: {error}") from error
+    if not targets and not drawn:
+        _check_memory(bench, cases, args)
     interrupted = _time(bench, cases, args)
     _print_results(bench, targets, args)
     if plot is not None:
         _draw(bench, plot)
-    if interrupted:
-        return INTERRUPTED
+    return INTERRUPTED if interrupted else int(not _all_met(bench, targets))
+
+
+def _check_memory(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None:
+    """``UsageError`` for a case that the device has no memory for."""
+    try:
+        for case in cases:
+            bench.check_room(case)
+    except ValueError as error:
+        raise UsageError(f"{_blamed(bench, args)}: {error}") from error
+
+
+def _all_met(bench: Bench, targets: Sequence[PerformanceTarget]) -> bool:
     met = [outcome.met for outcome in _outcomes(bench, targets)]
-    return 0 if all(met) and len(met) == len(targets) * len(bench.passes) else 1
+    return all(met) and len(met) == len(targets) * len(bench.passes)
 
 
 def _check_backends(operator: Operator, backends: Sequence[str], device: str) -> None:

@@ -283,8 +283,9 @@ def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str,
 def decision_record(decision: Decision) -> dict[str, Any]:
     """A decision as JSON, with everything that ``str`` says of it."""
     winner, launch = decision.winner, decision.launch()
-    binary = winner.binary if winner else None
+    binary, archive = (winner.binary, winner.archive) if winner else (None, None)
     attestation = _attestations().get(binary.sha256) if binary else None
+    kernel = winner if winner and winner.variant else None
     return {
         "route": decision.route and decision.route.to_json(),
         "kernel": decision.problem.kernel,
@@ -292,14 +293,14 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "backend": decision.backend,
         "lowest_tier": str(decision.lowest),
         "tier": str(winner.tier) if winner else None,
-        "variant": str(winner.variant) if winner and winner.variant else None,
+        "variant": str(kernel.variant) if kernel else None,
         "target": str(winner.target) if winner and winner.target else None,
         "sha256": binary.sha256 if binary else None,
-        "archive": str(winner.archive.path) if winner and winner.archive else None,
-        "provider": winner.archive.provider if winner and winner.archive else None,
+        "archive": str(archive.path) if archive else None,
+        "provider": archive.provider if archive else None,
         "gpu_tested": bool(attestation and attestation.passed) if binary else None,
         "attestation": asdict(attestation) if attestation else None,
-        "cost": winner.cost if winner and winner.variant else None,
+        "cost": kernel.cost if kernel else None,
         "tuning": _tuning_record(decision),
         "launch": _launch_record(launch, binary) if launch else None,
         "rejected": [asdict(loser) for loser in decision.rejected],

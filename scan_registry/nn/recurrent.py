@@ -296,26 +296,28 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
             before = None if states is None else [state[rows] for state in states]
-            found = None
-            if packing is None and not tried and (resets is None or resets.states is None):
-                marks = None if resets is None else resets.marks
-                found = self._fast_layer(layer, x, before, marks)
-                if found is not None and self.num_layers == 1:
-                    return found
+            whole = None
+            if packing is None and not tried:
+                whole = self._fast_layer(layer, x, before, resets)
+                if whole is not None and self.num_layers == 1:
+                    return whole
             own = resets
             if resets is not None and resets.states is not None:
                 own = resets._replace(states=[state[rows] for state in resets.states])
-            x, last = found or self._layer(layer, x, before, packing, own)
+            x, last = whole or self._layer(layer, x, before, packing, own)
             ends.append(last)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
 
     def _fast_layer(
-        self, layer: int, x: Tensor, before: States | None, reset: Tensor | None
+        self, layer: int, x: Tensor, before: States | None, resets: Resets | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x) or torch.compiler.is_compiling():
             return None
-        return fast_layer(self._cell, (x, *self._tensors(layer), reset, *(before or ())))
+        if resets is not None and resets.states is not None:
+            return None
+        marks = None if resets is None else resets.marks
+        return fast_layer(self._cell, (x, *self._tensors(layer), marks, *(before or ())))
 
     @property
     def _cell(self) -> Cell:
