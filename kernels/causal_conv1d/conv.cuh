@@ -8,8 +8,9 @@
 // ALIGNED kernels know one run only, all of time. The others also know of seq_idx, where a run ends wherever the number
 // changes and numbers below zero mark padding, and of offsets, between which sequences are packed.
 #pragma once
-#include "../common/approximations.cuh"
 #include "../common/element.cuh"
+#include "../common/global_memory.cuh"
+#include "../common/math.cuh"
 
 using Element = ELEMENT;
 using Storage = Element::Storage;

@@ -11,7 +11,6 @@
 // them. reduction.cu adds them in a fixed order, so results are the same in every run.
 //
 // The gradient of a state comes from the lane that has its run's first step.
-#include "../common/prefetch.cuh"
 #include "time_last.cuh"
 
 // CTAs that an SM is to have room for. Fewer wait longer for each other's instructions; for more, older GPUs lack registers.

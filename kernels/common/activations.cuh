@@ -1,8 +1,9 @@
 // Functions of one number that kernels apply to sequences, right to nearly all bits of a float.
 #pragma once
-#include "../common/approximations.cuh"
+#include "../common/math.cuh"
 
 #define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
 
 __device__ inline float sigmoid(float x) { return fast_reciprocal(1 + fast_exp2(-LOG2_E * x)); }
 

@@ -4,6 +4,7 @@
 // MAY_RESET (0, 1) comes from the build: whether steps may start a new sequence.
 #pragma once
 #include "../common/state.cuh"
+#include "../common/warp.cuh"
 
 // a * b with its rounding error added to `error`.
 __device__ inline float exact_product(float a, float b, float& error) {
@@ -118,20 +119,6 @@ struct alignas(2 * sizeof(State)) Stored<false> {
     __device__ operator Affine() const { return {scale, State(0), shift}; }
 };
 
-enum : unsigned { FULL_WARP = 0xffffffffu };
-
-template <class T>
-__device__ T from_lane(T x, int lane) {
-    return __shfl_sync(FULL_WARP, x, lane);
-}
-template <class T>
-__device__ T from_lower(T x, int distance) {
-    return __shfl_up_sync(FULL_WARP, x, distance);
-}
-template <class T>
-__device__ T from_higher(T x, int distance) {
-    return __shfl_down_sync(FULL_WARP, x, distance);
-}
 __device__ inline Complex from_lane(Complex x, int lane) {
     return {from_lane(x.re, lane), from_lane(x.im, lane)};
 }

@@ -3,7 +3,8 @@
 //
 // No header of the CUDA toolkit is included, since NVRTC compiles these files without one.
 #pragma once
-#include "../common/ptx.cuh"
+#include "../common/convert.cuh"
+#include "../common/types.cuh"
 
 struct Complex {
     float re, im;

@@ -30,6 +30,8 @@
 // workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
 // (tile_state.cuh).
 #pragma once
+#include "../common/barrier.cuh"
+#include "../common/copy.cuh"
 #include "../common/tile_state.cuh"
 
 struct Tile {

@@ -5,6 +5,7 @@
 // contiguous time results go back the same way. A piece lies where neither way makes lanes of a quarter warp meet in a
 // bank.
 #pragma once
+#include "../common/shared_memory.cuh"
 #include "../common/state.cuh"
 
 static_assert(VECTOR * sizeof(Storage) == 16, "elements of a piece");

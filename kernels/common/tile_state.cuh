@@ -6,6 +6,7 @@
 // the launch.
 #pragma once
 #include "../common/affine.cuh"
+#include "../common/global_memory.cuh"
 
 enum : int { STATE_WORDS = sizeof(State) / 4 };
 enum : int { WORDS_IN_LINE = 3 };

@@ -4,6 +4,7 @@
 // stands for "not published".
 #pragma once
 #include "../common/affine.cuh"
+#include "../common/global_memory.cuh"
 
 // Compensated maps: 16 bytes, of which the last 4 are the flag.
 template <bool = COMPENSATED>

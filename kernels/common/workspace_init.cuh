@@ -7,7 +7,7 @@
 // Layout: HEAD bytes for the flag and a count of the CTAs that have seen it, then the workspace proper. The file that
 // includes this one defines THREADS, those of a CTA.
 #pragma once
-#include "../common/ptx.cuh"
+#include "../common/global_memory.cuh"
 
 struct WorkspaceInit {
     enum : int { HEAD = 128 };

@@ -15,6 +15,7 @@
 // headers that have the tile pictures.
 //
 // parameters_grad is (parts, PARAMETERS, channels). Each CTA sums over its own time steps, and writes one part.
+#include "../common/compiler.cuh"
 #include "channel_last.cuh"
 
 // The affine map of one step of the backward scan, h -> gate * (grad + h). At a reset it is 0.

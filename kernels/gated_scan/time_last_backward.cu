@@ -19,6 +19,7 @@
 //
 // The tile pictures are in ../linear_scan/time_stream.cuh (STAGES > 0, through a ring in shared memory) and
 // ../linear_scan/time_last.cuh (STAGES 0, held in registers).
+#include "../common/compiler.cuh"
 #if STAGES
 #include "time_last_stream.cuh"
 

@@ -7,7 +7,6 @@
 // 4 bytes, else one at a time.
 #pragma once
 #include "../linear_scan/time_stream.cuh"
-#include "../common/copy_word.cuh"
 #include "time_last_gates.cuh"
 
 static_assert(LANES == 32 && !MISALIGNED);

@@ -20,6 +20,7 @@
 // store, so they need no fence. Tile n writes over the state of tile n - 2. By then tile n - 1 has read that state: it read
 // it before it published its own, and tile n has waited for that. A problem of one tile in time passes null.
 #pragma once
+#include "../common/global_memory.cuh"
 #include "../linear_scan/sequences.cuh"
 
 enum : int {

@@ -8,6 +8,7 @@
 // The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
 // channels), channel_stream.cuh (few, staged in shared memory) and channel_last.cuh (generic, held in registers).
+#include "../common/compiler.cuh"
 #if SINGLE_WAVE
 #include "single_wave.cuh"
 #elif COLUMN_SERIAL

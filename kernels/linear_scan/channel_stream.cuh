@@ -21,6 +21,7 @@ enum : int {
 };
 #include "../common/ring.cuh"
 #include "../common/lookback.cuh"
+#include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/sequences.cuh"
 
 enum : int { TIMES = 32 / LANES * STEPS };

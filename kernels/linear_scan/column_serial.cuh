@@ -29,6 +29,9 @@
 // single elements, and write results from registers.
 #pragma once
 enum : int { THREADS = 32 * WARPS };
+#include "../common/global_memory.cuh"
+#include "../common/shared_memory.cuh"
+#include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/step.cuh"
 
 enum : int {

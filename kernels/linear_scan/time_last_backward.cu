@@ -8,6 +8,7 @@
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
 // time_stream.cuh (staged) and time_last.cuh (held in registers).
+#include "../common/compiler.cuh"
 #if STAGES
 #include "time_stream.cuh"
 

@@ -26,6 +26,7 @@ enum : int {
 enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "../common/ring.cuh"
 #include "../common/lookback.cuh"
+#include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/sequences.cuh"
 
 enum : int {

@@ -21,6 +21,7 @@
 // ROWS, SPLIT, BATCHES (times 8), CHUNKS, LAYERS and CLUSTER come from the build. If the last is 1, a CTA is
 // always alone, which spares all that is needed to wait for others.
 #pragma once
+#include "../common/shared_memory.cuh"
 #include "hidden_state_exchange.cuh"
 
 enum : int { WARPS = ROWS * SPLIT, THREADS = 32 * WARPS };

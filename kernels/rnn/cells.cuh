@@ -14,6 +14,7 @@
 // `grads` comes in as the gradient of the states after the step. It goes out as the gradient of the states before the
 // step, without the part that flows through R.
 #pragma once
+#include "../common/math.cuh"
 #include "element.cuh"
 
 __device__ inline float exponential(float x) {

@@ -1,7 +1,7 @@
 // How the CTAs of a cluster reach each other's shared memory. A cluster of several CTAs needs sm_90 or
 // later; a cluster of one is a CTA, anywhere.
 #pragma once
-#include "instructions.cuh"
+#include "../common/types.cuh"
 
 // Where something lies in shared memory.
 using Shared = unsigned;

@@ -14,6 +14,7 @@
 // ROWS, CLUSTER and CHUNKS, which R's rows have room for, come from the build; SPLIT is 2, warps that have
 // a row of 16 units, BATCHES 1 and LAYERS 0.
 #pragma once
+#include "../common/global_memory.cuh"
 #include "cells.cuh"
 #include "cluster.cuh"
 

@@ -3,8 +3,9 @@
 // ELEMENT (float32, bfloat16, float16) comes from the build. Neighbouring units go in pairs, which a
 // thread loads and stores at once, and in 16-byte words.
 #pragma once
+#include "../common/compiler.cuh"
 #include "../common/element.cuh"
-#include "instructions.cuh"
+#include "../common/mma.cuh"
 
 // Of a float the 11 leading bits, rounded, and the next 11.
 __device__ inline unsigned high_part(unsigned x) { return (x + 0x1000u) & 0xffffe000u; }
@@ -13,7 +14,7 @@ __device__ inline unsigned low_part(unsigned x) {
     return __float_as_uint(remainder) & 0xffffe000u;
 }
 
-// Of each element type: two neighbours in one word or two, and acc += A·B for a warp (`instructions.cuh` says which lane
+// Of each element type: two neighbours in one word or two, and acc += A·B for a warp (`mma.cuh` says which lane
 // holds what).
 template <class E>
 struct Operand;
@@ -35,7 +36,7 @@ struct Operand<float32> {
     static __device__ Pair narrow(float2 x) { return make_uint2(__float_as_uint(x.x), __float_as_uint(x.y)); }
     // In three parts: what is left out is 2^-22 of a product. Tensor cores take 11 bits.
     static __device__ void multiply(float (&acc)[4], uint4 a, uint2 b) {
-        const uint4 fresh = make_uint4(afresh(a.x), afresh(a.y), afresh(a.z), afresh(a.w));
+        const uint4 fresh = make_uint4(opaque(a.x), opaque(a.y), opaque(a.z), opaque(a.w));
         const uint4 high = make_uint4(high_part(fresh.x), high_part(fresh.y), high_part(fresh.z),
                                       high_part(fresh.w));
         const uint2 b_high = make_uint2(high_part(b.x), high_part(b.y));

@@ -24,6 +24,8 @@
 //   by all, q − RING ≤ p − 2, lies in the PERIOD numbers up to q − PERIOD − 1, so it is at least
 //   q − 2 PERIOD; and RING ≥ 2 PERIOD + 2 makes that suffice.
 #pragma once
+#include "../common/global_memory.cuh"
+#include "clock.cuh"
 #include "element.cuh"
 
 enum : unsigned { RING = 16, PERIOD = 7 };

@@ -15,6 +15,8 @@
 //
 // Build constants: ROWS (units / 16), SPLIT, CHUNKS and LAYERS. BATCHES 0 selects this file.
 #pragma once
+#include "../common/global_memory.cuh"
+#include "../common/shared_memory.cuh"
 #include "cells.cuh"
 
 enum : int { THREADS = 16 * ROWS * SPLIT, RECURRENT = Cell::RECURRENT };

@@ -88,7 +88,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     float decay[2][MINE], carry[2][MINE], decay_grad[2][MINE], decay_lost[2][MINE];
     // Of a block of states: A, and what comes in at the end.
     const auto begin_block = [&](int block, bool entering) {
-        const int own_first = int(afresh(unsigned(first + own)));
+        const int own_first = int(opaque(unsigned(first + own)));
 #pragma unroll
         for (int held = 0; held < 2; held++)
 #pragma unroll
@@ -122,7 +122,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
     // block, in place of states before a fourth step, of which no sums of the tile take the place.
     const auto kept_at = [&](int block, int what, int held) {
         if constexpr (BLOCKS == 1) return before + (16 * what + 4 * held) * THREADS;
-        const int of_cta = int(afresh(unsigned(block))) * THREADS + int(threadIdx.x);
+        const int of_cta = int(opaque(unsigned(block))) * THREADS + int(threadIdx.x);
         return carries + (i64(blockIdx.x) * blocks * THREADS + of_cta) * KEPT + (2 * what + held) * MINE;
     };
     // dA of several blocks is summed over one tile in registers, and over tiles there.
@@ -176,10 +176,10 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
         float h[2][MINE];
         const auto fetch = [&](int block) {
             Place place = at;
-            place.begin = int(afresh(unsigned(at.begin))), place.batch = int(afresh(unsigned(at.batch)));
+            place.begin = int(opaque(unsigned(at.begin))), place.batch = int(opaque(unsigned(at.batch)));
             const Projection b(B, {B_batch, B_group, B_state, B_time}, place, flags & 2);
             const Projection c(C, {C_batch, C_group, C_state, C_time}, place, flags & 4);
-            const int again = int(afresh(unsigned(number))), from_tile = again * TIMES;
+            const int again = int(opaque(unsigned(number))), from_tile = again * TIMES;
             staged.load(b, c, block * CAPACITY, state_count, from_tile, within(length - from_tile, TIMES));
 #pragma unroll
             for (int held = 0; held < 2; held++) {
@@ -189,7 +189,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
             }
         };
         // Made anew in each tile, or they would take registers from the steps.
-        const int warp_first = int(afresh(unsigned(first))), of_batch = int(afresh(unsigned(at.batch)));
+        const int warp_first = int(opaque(unsigned(first))), of_batch = int(opaque(unsigned(at.batch)));
         const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, of_batch, warp_first, at.begin);
         const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, of_batch, warp_first, at.begin);
         const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, of_batch, warp_first, at.begin);
@@ -341,7 +341,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         }
                         if (j % 2 == 0) {
                             __syncwarp();  // what lies there was read
-                            const int summed = summed_by<8, 4>();
+                            const int summed = transposed_index<8, 4>();
                             float* const to = of_warp + (quarter * MINE + summed % MINE) * 8 + step + summed / MINE;
                             to[0] = transposed_sum<8, 4>(in_terms);
                             to[4 * THREADS] = transposed_sum<8, 4>(out_terms);
@@ -365,7 +365,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
         }
         __syncwarp();
 
-        const int again_first = int(afresh(unsigned(first))), batch_again = int(afresh(unsigned(at.batch)));
+        const int again_first = int(opaque(unsigned(first))), batch_again = int(opaque(unsigned(at.batch)));
         const Rows<const Storage*> us_again(u, {u_batch, u_channel, u_time}, batch_again, again_first, at.begin);
         const Rows<const Storage*> deltas_again(delta, {delta_batch, delta_channel, delta_time}, batch_again, again_first, at.begin);
         const Rows<const Storage*> zs_again(z, {z_batch, z_channel, z_time}, batch_again, again_first, at.begin);

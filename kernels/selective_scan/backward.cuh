@@ -148,7 +148,7 @@ __device__ inline void add_over_lanes(const float (&product)[HALF][2], const flo
             four[0][j] = product[j][held], four[1][j] = size_grad[j][held], four[2][j] = y[j][held];
 #pragma unroll
         for (int which = 0; which < 3; which++) {
-            float* const to = sum_at(channel + 8 * held, step + summed_by<4, 1>(), which + 1);
+            float* const to = sum_at(channel + 8 * held, step + transposed_index<4, 1>(), which + 1);
             const float sum = transposed_sum<4, 1>(four[which]);
             *to = BLOCKS > 1 && later ? *to + sum : sum;
         }

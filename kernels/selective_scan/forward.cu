@@ -85,7 +85,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
     const int n_first = (warp % SPLIT * 4 + quarter) * WIDTH;
     enum : int { STATES_APART = 4 * WIDTH * SPLIT };
     const auto of_state = [&](int channel) {  // which takes no registers while steps go on
-        const int of_sequence = int(afresh(unsigned(at.batch))) * sequence_count + at.sequence;
+        const int of_sequence = int(opaque(unsigned(at.batch))) * sequence_count + at.sequence;
         return (i64(of_sequence) * channel_count + first + channel) * state_count;
     };
     float decay[BLOCKS][2][WIDTH], h[BLOCKS][2][WIDTH];
@@ -232,7 +232,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
 #pragma unroll
                         for (int k = 0; k < 4; k++) four[k] = y[held][NARROW ? 0 : j + k];
                         const float sum = transposed_sum<4, 1>(four);
-                        to[j + summed_by<4, 1>()] = sum;
+                        to[j + transposed_index<4, 1>()] = sum;
                     }
                 }
             }

@@ -6,8 +6,12 @@
 // warps that share those channels, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
 #pragma once
 #include "../common/activations.cuh"
-#include "../common/element.cuh"
-#include "instructions.cuh"
+#include "../common/compiler.cuh"
+#include "../common/floats.cuh"
+#include "../common/global_memory.cuh"
+#include "../common/mma.cuh"
+#include "../common/shared_memory.cuh"
+#include "../common/warp.cuh"
 
 using Element = ELEMENT;
 using Storage = Element::Storage;
@@ -25,8 +29,6 @@ enum : int {
 static_assert(TIMES % 8 == 0);
 
 using Values = Chunk<Element, VALUES>;
-
-#define LN_2 0.6931471805599453f
 
 struct Strides3 {
     i64 batch, channel, time;
@@ -211,63 +213,6 @@ struct Staged {
         }
     }
 };
-
-// N floats that lie together, on a boundary of their size or of 16 bytes.
-template <int N>
-__device__ inline void load_floats(float (&x)[N], const float* from) {
-    constexpr int WIDTH = N < 4 ? N : 4;
-#pragma unroll
-    for (int i = 0; i < N; i += WIDTH) {
-        const auto words = get_words<float32, WIDTH>(reinterpret_cast<const unsigned*>(from + i));
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) x[i + k] = words.get(k);
-    }
-}
-__device__ inline void store_float4(float* to, float a, float b, float c, float d) {
-    *reinterpret_cast<uint4*>(to) =
-        make_uint4(__float_as_uint(a), __float_as_uint(b), __float_as_uint(c), __float_as_uint(d));
-}
-__device__ inline void store_float2(float* to, float a, float b) {
-    *reinterpret_cast<uint2*>(to) = make_uint2(__float_as_uint(a), __float_as_uint(b));
-}
-template <int N>
-__device__ inline void store_floats(float* to, const float (&x)[N]) {
-    constexpr int WIDTH = N < 4 ? N : 4;
-#pragma unroll
-    for (int i = 0; i < N; i += WIDTH) {
-        Chunk<float32, WIDTH> words;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) words.put(k, __float_as_uint(x[i + k]));
-        put_words(to + i, words);
-    }
-}
-
-// Of N values that each of N lanes has, whose numbers differ in the bits from FIRST on, the sum over the lanes of one
-// value: of that whose number `summed_by` gives.
-template <int N, int FIRST>
-__device__ inline float transposed_sum(float (&v)[N]) {
-    const int lane = threadIdx.x % 32;
-    int bit = FIRST;
-#pragma unroll
-    for (int width = N / 2; width >= 1; width /= 2, bit *= 2) {
-        const bool high = lane & bit;
-#pragma unroll
-        for (int i = 0; i < width; i++) {
-            const float kept = high ? v[i + width] : v[i], sent = high ? v[i] : v[i + width];
-            v[i] = kept + __shfl_xor_sync(~0u, sent, bit);
-        }
-    }
-    return v[0];
-}
-template <int N, int FIRST>
-__device__ inline int summed_by() {
-    const int lane = threadIdx.x % 32;
-    int index = 0, bit = FIRST;
-#pragma unroll
-    for (int width = N / 2; width >= 1; width /= 2, bit *= 2)
-        if (lane & bit) index += width;
-    return index;
-}
 
 // 2^x, for a gate. The GPU's approximation errs by up to two units in the last place, and alike for like gates; a gate near
 // 1 lets that add up over as many steps as a state lasts. So where the element is not narrow, the part of x that is in

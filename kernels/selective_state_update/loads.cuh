@@ -2,7 +2,7 @@
 //
 // What is not wanted stays as it was. All but those of the state read what no thread writes.
 #pragma once
-#include "../common/ptx.cuh"
+#include "../common/types.cuh"
 
 // One element: 4 bytes if wide, else 2.
 __device__ inline unsigned load_element(const void* from, bool wide, bool wanted) {

@@ -15,6 +15,7 @@
 // else but the state has the dtype that `formats` says, two bits for each tensor: that is chosen among numbers that are
 // read, and not by branches.
 #include "../common/activations.cuh"
+#include "../common/compiler.cuh"
 #include "../common/element.cuh"
 #include "loads.cuh"
 

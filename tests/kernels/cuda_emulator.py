@@ -185,7 +185,7 @@ def library_of(
     if library.exists():
         return library
     place = Path(tempfile.mkdtemp(dir=folder))
-    sources = place / "family"  # which has its neighbour's headers: ../common/ptx.cuh
+    sources = place / "family"  # which has its neighbour's headers: ../common/types.cuh
     for name, text in held.items():
         file = (sources / name).resolve()
         file.parent.mkdir(parents=True, exist_ok=True)

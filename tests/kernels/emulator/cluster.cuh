@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-#include "instructions.cuh"
+#include "../common/global_memory.cuh"
 
 using Shared = i64;
 

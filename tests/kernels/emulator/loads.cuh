@@ -1,6 +1,7 @@
 // What kernels/selective_state_update/loads.cuh says in PTX, for the emulator.
 #pragma once
-#include "../common/ptx.cuh"
+#include "../common/types.cuh"
+#include "cuda.hpp"
 
 template <class Words>
 Words emulated_load(const void* from) {

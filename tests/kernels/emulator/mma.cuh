@@ -1,10 +1,7 @@
-// What kernels/rnn/instructions.cuh says in PTX, for the emulator.
+// What kernels/common/mma.cuh says in PTX, for the emulator.
 #pragma once
-#include <cmath>
-
-#include "../common/approximations.cuh"
-#include "../common/prefetch.cuh"
-#include "../common/ptx.cuh"
+#include "../common/convert.cuh"
+#include "cuda.hpp"
 
 // Of a warp's product: the 16 values of a row or a column of which four lanes hold two words each.
 struct EmulatedWords {
@@ -42,29 +39,3 @@ inline void mma_tf32(float (&acc)[4], uint4 a, uint2 b) {
         sum += __uint_as_float(a & 0xffffe000u) * __uint_as_float(b & 0xffffe000u);
     });
 }
-
-inline void store_words(unsigned* to, unsigned word) { __atomic_store_n(to, word, __ATOMIC_RELAXED); }
-inline void store_words(unsigned* to, uint2 words) {
-    store_words(to + 1, words.y);
-    emulated_turn();
-    store_words(to, words.x);
-}
-inline uint4 load_words(const uint4* from) {
-    if (std::uintptr_t(from) % 16) emulator::fail("a load is not aligned");
-    const unsigned* const words = reinterpret_cast<const unsigned*>(from);
-    unsigned found[4];
-    for (int i = 0; i < 4; i++) {
-        if (i == 2) emulated_turn();
-        found[i] = __atomic_load_n(words + i, __ATOMIC_RELAXED);
-    }
-    return {found[0], found[1], found[2], found[3]};
-}
-inline unsigned clock_cycles() {
-    static thread_local unsigned cycles = 0;
-    return cycles += 100;
-}
-inline void fence() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
-
-inline float fast_tanh(float x) { return std::tanh(x); }
-inline unsigned afresh(unsigned word) { return word; }
-inline float clamped_product(float a, float b) { return std::fmin(std::fmax(a * b, 0.f), 1.f); }
