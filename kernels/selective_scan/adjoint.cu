@@ -1,13 +1,21 @@
-// What a part of a sequence hands on to the parts before it, in the backward pass of a selective scan: with nothing
-// coming in at the part's end,
+// What a part of a sequence hands to the parts before it, in the backward pass of a selective scan: if no gradient enters at
+// the part's end,
 //     g[t] = dy[t]·C[t] + exp(δ[t+1]·A)·g[t+1]
-// from its last step to its first, and there exp(δ·A)·g, with the sum of δ over the part. As products of the decays
-// are exp(A·Σδ), these say what comes out of the part for anything that comes in.
+// from its last step to its first, and then exp(δ·A)·g of the first, with the sum of δ over the part. As products of the gates
+// are exp(A·Σδ), these give what leaves the part for any gradient that enters.
 //
-// Four lanes of a warp have a channel, with 4 of 16 states each; more states are other CTAs', along y. Tiles are as in
-// forward.cu. The first part of a sequence hands nothing on, and has no CTA.
+// Traffic of an element in 16 bits: 6 bytes (delta, z and out_grad).
 //
-// A launch with no states computes the sums of δ alone. It reads δ, and each of the four lanes adds up every fourth step.
+// A lane has 4 of 16 states of one channel; other CTAs along y have more states. Rows of shared memory have (δ, dy):
+//
+//     lane % 4          0        1        2        3
+//     lane / 4     d    n 0…3    n 4…7    n 8…11   n 12…15
+//
+// Tiles and the functions below are as in forward.cu, the last tile first. The first part of a sequence hands nothing on,
+// and has no CTA.
+//
+// A launch with no states computes the sums of δ alone. It reads delta alone, and each of the four lanes of a channel adds up
+// every fourth step.
 #define CHANNELS 8
 #define CAPACITY 16
 #define SPLIT 1
@@ -15,122 +23,175 @@
 
 enum : int {
     ROW = 2 * TIMES + 4,
-    MINE = 4,
+    LANE_STATES = 4,
     SHARED_ROWS = WARPS * CHANNELS * ROW,
     SHARED_STAGE = 2 * CAPACITY * TIMES,
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, const Storage* z,
-                       const float* delta_bias, const Storage* out_grad, const i64* offsets, float* adjoints,
-                       float* sizes, i64 batch, i64 channels, i64 time, i64 states, i64 group_channels,
-                       i64 sequences, i64 parts, i64 flags, i64 delta_batch, i64 delta_channel, i64 delta_time,
-                       i64 z_batch, i64 z_channel, i64 z_time, i64 grad_batch, i64 grad_channel, i64 grad_time,
-                       i64 C_batch, i64 C_group, i64 C_state, i64 C_time) {
+struct Arguments {
+    ChannelTensor<const Storage*> delta, z, out_grad;
+    ProjectionTensor C;
+    const float *A, *delta_bias;
+    float *adjoints, *sums;
+    const i64* cu_seqlens;
+    Sizes sizes;
+    i64 flags;
+};
+
+struct Adjoint {
+    const Arguments& args;
+
     float* const shared = reinterpret_cast<float*>(dynamic_rows());
     float* const stages = shared + SHARED_ROWS;
     float* const biases = stages + 2 * SHARED_STAGE;
 
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences), part_count = int(parts);
-    const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, part_count - 1, offsets);
-    const int own_part = at.part + 1;
-    const bool smooth = flags & 1;
-    const int first = at.first + warp * CHANNELS;
-    const int left = within(at.limit - first, CHANNELS);
-    const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, at.batch, first, at.begin);
-    const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, at.batch, first, at.begin);
-    const Rows<const Storage*> grads(out_grad, {grad_batch, grad_channel, grad_time}, at.batch, first, at.begin);
-    const Projection c(C, {C_batch, C_group, C_state, C_time}, at, flags & 4);
-    const int length = at.end - at.begin;
+    const int channels = int(args.sizes.channels), states = int(args.sizes.states);
+    const int sequences = int(args.sizes.sequences), parts = int(args.sizes.parts);
+    const CtaRange range = cta_range(args.sizes, parts - 1, args.cu_seqlens);
+    const int part = range.part + 1;
+    const bool with_softplus = args.flags & SOFTPLUS;
+    const int first = range.first + warp * CHANNELS;
+    const int left = within(range.limit - first, CHANNELS);
+    const Pieces<const Storage*> deltas{args.delta, range.batch, first, range.begin};
+    const Pieces<const Storage*> zs{args.z, range.batch, first, range.begin};
+    const Pieces<const Storage*> grads{args.out_grad, range.batch, first, range.begin};
+    const Projection C{args.C, range};
+    const int length = range.end - range.begin;
+    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
+    const int first_tile = part * per_part < tiles ? part * per_part : tiles;
+    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
 
-    for (int i = lane; i < CHANNELS; i += 32)
-        biases[warp * CHANNELS + i] = i < left && delta_bias ? delta_bias[first + i] : 0;
-    __syncwarp();
     const float* const bias = biases + warp * CHANNELS;
     float* const rows = shared + warp * CHANNELS * ROW;
-
-    const int own = lane / 4, quarter = lane % 4, state = blockIdx.y * CAPACITY;
-    const bool mine = own < left;
+    const int own = lane / 4, quarter = lane % 4, first_state = blockIdx.y * CAPACITY;
+    const bool exists = own < left;
     const float* const row = rows + own * ROW;
-    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + part_count - 1) / part_count;
-    const int first_tile = own_part * per_part < tiles ? own_part * per_part : tiles;
-    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
-    float decay[MINE], carry[MINE], size_sum = 0;
-#pragma unroll
-    for (int s = 0; s < MINE; s++) {
-        const int n = state + quarter * MINE + s;
-        decay[s] = mine && n < state_count ? A[i64(first + own) * state_count + n] * LOG2_E : 0;
-        carry[s] = 0;
+
+    float decay[LANE_STATES], carry[LANE_STATES], delta_sum = 0;
+    Values next_delta[PER_LANE], next_z[PER_LANE], next_grad[PER_LANE];
+    ProjectionTile projections;
+
+    __device__ void run() {
+        load_channels();
+        if (end_tile > first_tile) load(end_tile - 1);
+        int side = 0;
+        for (int number = end_tile - 1; number >= first_tile; number--, side ^= 1) {
+            float* const shared_B = stages + side * SHARED_STAGE;
+            stage(number, shared_B);
+            __syncthreads();
+            if (number > first_tile) load(number - 1);
+            if (states == 0) sum_deltas();
+            else step_back(shared_B + TIMES * CAPACITY);
+            __syncwarp();
+        }
+        store();
     }
 
-    Values next_delta[PER_LANE], next_z[PER_LANE], next_grad[PER_LANE];
-    Staged staged;
-    const auto fetch = [&](int tile) {
-        const int times = within(length - tile, TIMES);
-        staged.load(c, c, state, state_count, tile, times);
+    __device__ void load_channels() {
+        for (int i = lane; i < CHANNELS; i += 32)
+            biases[warp * CHANNELS + i] = i < left && args.delta_bias ? args.delta_bias[first + i] : 0;
+        __syncwarp();
+#pragma unroll
+        for (int s = 0; s < LANE_STATES; s++) {
+            const int n = first_state + quarter * LANE_STATES + s;
+            decay[s] = exists && n < states ? args.A[i64(first + own) * states + n] * LOG2_E : 0;
+            carry[s] = 0;
+        }
+    }
+
+    __device__ void load(int number) {
+        const int tile = number * TIMES, times = within(length - tile, TIMES);
+        projections.load(C, C, first_state, states, tile, times);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
-            const Piece piece(i);
-            const int count = piece.count(left, times);
+            const int count = Piece(i).count(left, times);
             next_delta[i] = deltas.load(i, tile, count);
             next_z[i] = zs.load(i, tile, count);
-            next_grad[i] = grads.load(i, tile, state_count ? count : 0);
+            next_grad[i] = grads.load(i, tile, states ? count : 0);
         }
-    };
-    if (end_tile > first_tile) fetch((end_tile - 1) * TIMES);
-    int side = 0;
-    for (int number = end_tile - 1; number >= first_tile; number--, side ^= 1) {
+    }
+
+    __device__ void stage(int number, float* shared_B) const {
         const int times = within(length - number * TIMES, TIMES);
-        float* const stage = stages + side * SHARED_STAGE;
-        staged.store(stage);
+        projections.store(shared_B);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
             const int count = piece.count(left, times);
-            if (!piece.there) continue;
+            if (!piece.exists) continue;
+            float delta[VALUES], grad[VALUES];
+#pragma unroll
+            for (int k = 0; k < VALUES; k++) {
+                delta[k] = next_delta[i].get(k) + bias[piece.channel + (CHANNEL_LAST ? k : 0)];
+                grad[k] = next_grad[i].get(k);
+            }
+            if (with_softplus) {
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) delta[k] = softplus<NARROW>(delta[k]);
+            }
+            if (args.z.data) {
+#pragma unroll
+                for (int k = 0; k < VALUES; k++) grad[k] *= next_z[i].get(k) * sigmoid(next_z[i].get(k));
+            }
 #pragma unroll
             for (int k = 0; k < VALUES; k++) {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                float size = next_delta[i].get(k) + bias[channel], grad = next_grad[i].get(k);
-                if (smooth) size = softplus<NARROW>(size);
-                if (!Piece::has(count, k)) size = 0;
-                if (z) grad *= next_z[i].get(k) * sigmoid(next_z[i].get(k));
-                store_float2(rows + channel * ROW + 2 * step, size, grad);
+                if (!Piece::has(count, k)) delta[k] = 0;
+                store_float2(rows + channel * ROW + 2 * step, delta[k], grad[k]);
             }
         }
-        __syncthreads();
-        if (number > first_tile) fetch((number - 1) * TIMES);
-        if (state_count == 0) {
+    }
+
+    __device__ void sum_deltas() {
 #pragma unroll
-            for (int t = 0; t < TIMES; t += 4) size_sum += row[2 * (t + quarter)];
-            __syncwarp();
-            continue;
-        }
+        for (int t = 0; t < TIMES; t += 4) delta_sum += row[2 * (t + quarter)];
+    }
+
+    __device__ void step_back(const float* shared_C) {
         for (int t = TIMES - 8; t >= 0; t -= 8) {
 #pragma unroll
             for (int j = 7; j >= 0; j--) {
-                float pair[2], through[MINE];
+                float pair[2], c[LANE_STATES];
                 load_floats(pair, row + 2 * (t + j));
-                load_floats(through, stage + (TIMES + t + j) * CAPACITY + quarter * MINE);
-                size_sum += pair[0];
+                load_floats(c, shared_C + (t + j) * CAPACITY + quarter * LANE_STATES);
+                delta_sum += pair[0];
 #pragma unroll
-                for (int s = 0; s < MINE; s++)
-                    carry[s] = gate_of(pair[0] * decay[s]) * (pair[1] * through[s] + carry[s]);
+                for (int s = 0; s < LANE_STATES; s++)
+                    carry[s] = gate_of(pair[0] * decay[s]) * (pair[1] * c[s] + carry[s]);
             }
         }
-        __syncwarp();
     }
-    if (state_count == 0) {
-        size_sum += __shfl_xor_sync(~0u, size_sum, 1);
-        size_sum += __shfl_xor_sync(~0u, size_sum, 2);
-    }
-    const i64 of_part = (i64(at.batch * sequence_count + at.sequence) * part_count + own_part) * channel_count + first + own;
+
+    __device__ void store() {
+        if (states == 0) {
+            delta_sum += __shfl_xor_sync(~0u, delta_sum, 1);
+            delta_sum += __shfl_xor_sync(~0u, delta_sum, 2);
+        }
+        const i64 to = (i64(range.batch * sequences + range.sequence) * parts + part) * channels + first + own;
 #pragma unroll
-    for (int s = 0; s < MINE; s++) {
-        const int n = state + quarter * MINE + s;
-        if (mine && n < state_count) adjoints[of_part * state_count + n] = carry[s];
+        for (int s = 0; s < LANE_STATES; s++) {
+            const int n = first_state + quarter * LANE_STATES + s;
+            if (exists && n < states) args.adjoints[to * states + n] = carry[s];
+        }
+        if (exists && quarter == 0 && first_state == 0) args.sums[to] = delta_sum;
     }
-    if (mine && quarter == 0 && state == 0) sizes[of_part] = size_sum;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, const Storage* z,
+                       const float* delta_bias, const Storage* out_grad, const i64* cu_seqlens, float* adjoints,
+                       float* sizes, i64 batch, i64 channels, i64 time, i64 states, i64 group_channels,
+                       i64 sequences, i64 parts, i64 flags, i64 delta_batch, i64 delta_channel, i64 delta_time,
+                       i64 z_batch, i64 z_channel, i64 z_time, i64 grad_batch, i64 grad_channel, i64 grad_time,
+                       i64 C_batch, i64 C_group, i64 C_state, i64 C_time) {
+    Adjoint{{{delta, delta_batch, delta_channel, delta_time},
+             {z, z_batch, z_channel, z_time},
+             {out_grad, grad_batch, grad_channel, grad_time},
+             {C, C_batch, C_group, C_state, C_time, bool(flags & C_CONTIGUOUS)},
+             A, delta_bias, adjoints, sizes, cu_seqlens,
+             {batch, channels, time, states, group_channels, sequences, parts},
+             flags}}
+        .run();
 }

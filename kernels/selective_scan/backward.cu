@@ -3,36 +3,600 @@
 //     g[t] = dy[t]·C[t] + exp(δ[t+1]·A)·g[t+1],  q[t] = g[t]·exp(δ[t]·A)·h[t-1]
 //     dC = Σ_d dy·h,  dB = Σ_d g·δ·u,  dA = Σ_t q·δ,  d(δ·u) = Σ_n g·B,  dδ = Σ_n q·A + u·d(δ·u)
 //
-// A warp has 16 channels and 16 states, and a lane two channels with 4 of the states each: lane / 4 and eight more give
-// the channel, lane % 4 the states. A CTA has WARPS warps of one batch and group. A tile is TIMES steps, and the forward
-// pass has left the state before each. Tiles come last first:
+// Traffic of an element in 16 bits: 14 bytes (u, delta, z, out_grad and three gradients) and 2 of checkpoints; and of dB and
+// dC 8 bytes for each state and every 64 channels.
 //
-//     1  for each element, δ, δ·u and dy to a row of shared memory
-//     2  from the state before the tile, that before every fourth step, to shared memory
-//     3  four steps at a time, the last first: states again, kept in registers with the decays; then the steps back
-//     4  du, dδ and dz of each element
+// A warp has 16 channels and 16 states, and a lane two of those channels with 4 of the states each. A CTA has WARPS warps of
+// one batch and group:
 //
-// Sums over states, y, d(δ·u) and dδ, are products on tensor cores in 16 bits, as y is in forward.cu: of h with C, of g
-// with B, and of q·A with ones. float32 is summed by shuffles, and so are dB and dC, over the channels of a warp: tensor
-// cores sum over the lanes that share a channel.
-// A CTA adds up its warps' dB and dC in shared memory and writes its partial sum; those of all CTAs are summed in order
-// later.
+//     lane % 4             0        1        2        3          a row of shared memory for each channel:
+//     lane / 4      d      n 0…3    n 4…7    n 8…11   n 12…15    δ, δ·u, dy and a free float of TIMES steps
+//     lane / 4 + 8  d + 8  n 0…3    n 4…7    n 8…11   n 12…15
 //
-// More than 16 states go one block of 16 after the other, through steps 2 and 3, with what is carried in `carries`.
+// Tiles of TIMES steps come last first. For each one, in the order of the functions below:
+//     stage      δ, δ·u and dy of each element to the rows
+//     recompute  h before every fourth step, from the checkpoint before the tile, to shared memory
+//     step_back  four steps at a time, the last first: h again, kept in registers with the gates; then g and q
+//     store      du, dδ and dz of each element
 //
-// Sequences can be cut into parts, with CTAs of their own; then `adjoints` and `sizes` hold, of each part, g before its
-// first step if none comes in at its end, and the sum of δ, from which the later parts' g is made.
+// More than 16 states go one block of 16 after the other through recompute and step_back. What a block carries from tile to
+// tile is in `carries` meanwhile.
 //
-// Traffic of an element in 16 bits: 14 bytes and 2 of the states that were kept, and of dB and dC, 8 bytes for each
-// state and every 64 channels. Work for each state of an element: two exponentials, some 18 other instructions, and 12
-// bytes of shared memory; besides 6 operations of the exponential's unit for an element, and some 80 instructions.
+// Sums over states, y, d(δ·u) and dδ, are products on tensor cores in 16 bits, as y is in forward.cu: of h with C, of g with
+// B, and of q·A with ones. float32 is summed by shuffles, and so are dB and dC, over the channels of a warp: tensor cores
+// sum over the lanes that share a channel. A CTA adds up its warps' dB and dC in shared memory; those of all CTAs are summed
+// in order after the launch.
+//
+// Sequences can be cut into parts, each with its own CTAs. `adjoints` and `sizes` hold, of each part, g before its first
+// step if no gradient enters at its end, and the sum of δ (adjoint.cu): from these follows the g that enters the parts
+// before.
 #include "backward.cuh"
+
+struct Arguments {
+    ChannelTensor<const Storage*> u, delta, z, out_grad;
+    ChannelTensor<Storage*> u_grad, delta_grad, z_grad;
+    ProjectionTensor B, C;
+    const float *A, *D, *delta_bias, *final_grad, *checkpoints, *adjoints, *sizes;
+    float *A_grad, *B_grad, *C_grad, *D_grad, *bias_grad, *initial_grad, *carries;
+    const i64* cu_seqlens;
+    Sizes size;
+    i64 flags;
+};
+
+using LaneStates = float[2][LANE_STATES];
+
+// What a lane keeps of GROUP steps: the gates, and the states after each step and before the first.
+struct StepGroup {
+    LaneStates start, gate[GROUP], state[GROUP];
+
+    __device__ float before(int j, int c, int s) const { return j ? state[j ? j - 1 : 0][c][s] : start[c][s]; }
+};
+
+// Sums over states. In 16 bits those of two steps, 2 · (lane % 4) and the next of eight; else the lane's terms of all steps.
+struct StateSums {
+    float y[NARROW ? 2 : GROUP][2], delta_u[NARROW ? 2 : GROUP][2], delta[NARROW ? 2 : GROUP][2];
+};
+
+struct Backward {
+    const Arguments& args;
+
+    float* const all_rows = reinterpret_cast<float*>(dynamic_rows());
+    float* const all_states = all_rows + SHARED_ROWS;
+    float* const shared_B = all_states + SHARED_STATES;
+    float* const biases = shared_B + SHARED_STAGE;
+    float* const skips = biases + CTA_CHANNELS;
+    float* const skip_grads = skips + CTA_CHANNELS;
+    float* const bias_grads = skip_grads + CTA_CHANNELS;
+    float* const all_sums = bias_grads + CTA_CHANNELS;  // if there are several blocks of states
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int channels = int(args.size.channels), states = int(args.size.states);
+    const int sequences = int(args.size.sequences), parts = int(args.size.parts);
+    const CtaRange range = cta_range(args.size, parts, args.cu_seqlens);
+    const int first = range.first + warp * CHANNELS;
+    const int left = within(range.limit - first, CHANNELS);
+    const int length = range.end - range.begin;
+    const int blocks = BLOCKS > 1 ? (states + CAPACITY - 1) / CAPACITY : 1;
+    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
+    const int first_tile = range.part * per_part < tiles ? range.part * per_part : tiles;
+    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
+
+    // The warp's part of shared memory, and the lane's: its channels are `own` and `own` + 8.
+    const int own = lane / 4, quarter = lane % 4;
+    const ElementOptions options{biases + warp * CHANNELS, skips + warp * CHANNELS, bool(args.flags & SOFTPLUS),
+                                 args.z.data != nullptr};
+    float* const rows = all_rows + warp * CHANNELS * ROW;
+    const float* const row = rows + own * ROW;
+    float* const saved_states = all_states + 4 * threadIdx.x;  // of channel `own`; every fourth step, 8 · THREADS apart
+
+    // Of the current block of states: A, the gradient that goes from step to step, dA and what dA lost in rounding.
+    LaneStates decay, carry, decay_grad, decay_lost;
+    LaneStates h;  // before the tile
+
+    __device__ void run() {
+        load_channels();
+        for (int block = 0; block < blocks; block++) begin_block(block), save(block, true);
+        for (int number = end_tile - 1; number >= first_tile; number--) {
+            stage(number);
+            for (int block = 0; block < blocks; block++) {
+                ProjectionTile projections;
+                load_decay(block), restore(block), load(projections, block, number);
+                __syncthreads();  // no warp reads B and C of the block before any more, and all have summed dB and dC
+                if (block > 0) store_projection_grads(number, block - 1);
+                else if (number + 1 < end_tile) store_projection_grads(number + 1, blocks - 1);
+                projections.store(shared_B);
+                __syncthreads();
+                recompute();
+                step_back(block > 0);
+                save(block, false);
+            }
+            __syncwarp();
+            store(number);
+        }
+        __syncthreads();
+        // Compared anew: the result of the loop's comparison would take a register from the steps.
+        if (int(opaque(unsigned(first_tile))) < end_tile) store_projection_grads(first_tile, blocks - 1);
+        for (int block = 0; block < blocks; block++) store_state_grads(block);
+        store_channel_grads();
+    }
+
+    __device__ void load_channels() {
+        for (int i = lane; i < CHANNELS; i += 32) {
+            const bool in = i < left;
+            biases[warp * CHANNELS + i] = in && args.delta_bias ? args.delta_bias[first + i] : 0;
+            skips[warp * CHANNELS + i] = in && args.D ? args.D[first + i] : 0;
+            skip_grads[warp * CHANNELS + i] = bias_grads[warp * CHANNELS + i] = 0;
+        }
+        __syncwarp();
+    }
+
+    // Channel `own` in tensors of (sequence, channel), and of (sequence, part, channel). They are computed anew for each
+    // use, so that they take no registers from the steps.
+    __device__ i64 sequence_channel() const {
+        return i64(int(opaque(unsigned(range.batch))) * sequences + range.sequence) * channels + first + own;
+    }
+    __device__ i64 part_channel(int part) const {
+        const int sequence = int(opaque(unsigned(range.batch))) * sequences + range.sequence;
+        return (i64(sequence) * parts + part) * channels + first + own;
+    }
+
+    // --- What goes from tile to tile -----------------------------------------------------------------------------------
+
+    __device__ void load_decay(int block) {
+        const int channel = int(opaque(unsigned(first + own)));
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int s = 0; s < LANE_STATES; s++) {
+                const int n = block * CAPACITY + quarter * LANE_STATES + s;
+                const bool in = own + 8 * c < left && n < states;
+                decay[c][s] = in ? args.A[i64(channel + 8 * c) * states + n] * LOG2_E : 0;
+            }
+    }
+
+    // What enters a block of states at the end of the part.
+    __device__ void begin_block(int block) {
+        load_decay(block);
+        const float* const finals = args.final_grad ? args.final_grad + sequence_channel() * states : nullptr;
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int s = 0; s < LANE_STATES; s++) {
+                const int n = block * CAPACITY + quarter * LANE_STATES + s;
+                const bool in = own + 8 * c < left && n < states;
+                decay_grad[c][s] = decay_lost[c][s] = 0;
+                carry[c][s] = in && finals ? finals[i64(8 * c) * states + n] : 0;
+            }
+#pragma unroll 1
+        for (int later = parts - 1; later > range.part; later--)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                if (own + 8 * c >= left) continue;
+                const i64 from = part_channel(later) + 8 * c;
+                const float size = args.sizes[from];
+#pragma unroll
+                for (int s = 0; s < LANE_STATES; s++) {
+                    const int n = block * CAPACITY + quarter * LANE_STATES + s;
+                    if (n < states)
+                        carry[c][s] = args.adjoints[from * states + n] + gate_of(decay[c][s] * size) * carry[c][s];
+                }
+            }
+    }
+
+    // Where `carry`, `decay_grad` or `decay_lost` (`what` 0 to 2) of a channel are while other values need the registers: in
+    // `carries`, or, of one block, in place of states before a fourth step that no sums of the tile take the place of.
+    __device__ float* saved_at(int block, int what, int c) const {
+        if constexpr (BLOCKS == 1) return saved_states + (16 * what + 4 * c) * THREADS;
+        const int thread = int(opaque(unsigned(block))) * THREADS + int(threadIdx.x);
+        return args.carries + (i64(blockIdx.x) * blocks * THREADS + thread) * SAVED + (2 * what + c) * LANE_STATES;
+    }
+
+    // dA of several blocks is summed over one tile in registers, and over tiles in `carries`.
+    __device__ void restore(int block) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            load_floats(carry[c], saved_at(block, 0, c));
+            if (BLOCKS == 1) {
+                load_floats(decay_grad[c], saved_at(block, 1, c));
+                if constexpr (COMPENSATED) load_floats(decay_lost[c], saved_at(block, 2, c));
+            } else {
+#pragma unroll
+                for (int s = 0; s < LANE_STATES; s++) decay_grad[c][s] = 0;
+            }
+        }
+    }
+    __device__ void save(int block, bool first_time) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            store_floats(saved_at(block, 0, c), carry[c]);
+            if (BLOCKS > 1 && !first_time)
+                add_saved(decay_grad[c], decay_lost[c], saved_at(block, 1, c), saved_at(block, 2, c));
+            store_floats(saved_at(block, 1, c), decay_grad[c]);
+            if constexpr (COMPENSATED || BLOCKS > 1) store_floats(saved_at(block, 2, c), decay_lost[c]);
+        }
+    }
+
+    // --- A tile --------------------------------------------------------------------------------------------------------
+
+    // The inputs at the thread's first piece. They are computed anew for each use, or they would take registers from the
+    // steps.
+    struct Inputs {
+        const int from, batch;
+        const Pieces<const Storage*> u, delta, z, out_grad;
+
+        __device__ explicit Inputs(const Backward& of)
+            : from(int(opaque(unsigned(of.first)))), batch(int(opaque(unsigned(of.range.batch)))),
+              u(of.args.u, batch, from, of.range.begin), delta(of.args.delta, batch, from, of.range.begin),
+              z(of.args.z, batch, from, of.range.begin), out_grad(of.args.out_grad, batch, from, of.range.begin) {}
+
+        __device__ void prefetch_piece(int i, int tile) const {
+            if (u.first) prefetch(u.at(i, tile));
+            if (delta.first) prefetch(delta.at(i, tile));
+            if (z.first) prefetch(z.at(i, tile));
+            if (out_grad.first) prefetch(out_grad.at(i, tile));
+        }
+    };
+
+    // The state before tile `number`, computed anew for each use, too.
+    __device__ const float* checkpoint(int number, int channel) const {
+        const int slot = int(opaque(unsigned(range.batch))) * (int(args.size.time) / INTERVAL + sequences) +
+                         range.begin / INTERVAL + range.sequence;  // of the sequence's first one
+        return args.checkpoints + (i64(slot + number) * channels + first + channel) * states;
+    }
+
+    __device__ void stage(int number) const {
+        const Inputs in(*this);
+        const int tile = number * TIMES, times = within(length - tile, TIMES);
+        if (ALIGNED && number > first_tile) prefetch_tile(in, number - 1);
+#pragma unroll(int(AT_ONCE))
+        for (int i = 0; i < PER_LANE; i++) {
+            const Piece piece(i);
+            const int count = piece.count(left, times);
+            const PieceInputs now{in.u.load(i, tile, count), in.delta.load(i, tile, count), in.z.load(i, tile, count),
+                                  in.out_grad.load(i, tile, count)};
+            if (piece.exists) stage_piece(rows, piece, count, now, options);
+        }
+    }
+    __device__ void prefetch_tile(const Inputs& in, int number) const {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (Piece(i).count(left, TIMES) > 0) in.prefetch_piece(i, number * TIMES);
+        const int channel = own + 8 * (quarter / 2);
+        if (BLOCKS == 1 && channel < left) prefetch(checkpoint(number, channel) + quarter % 2 * 8);
+    }
+
+    // B, C and the checkpoint of a block, all on their way before any is needed.
+    __device__ void load(ProjectionTile& projections, int block, int number) {
+        CtaRange again = range;
+        again.begin = int(opaque(unsigned(range.begin))), again.batch = int(opaque(unsigned(range.batch)));
+        const Projection B(args.B, again), C(args.C, again);
+        number = int(opaque(unsigned(number)));
+        const int tile = number * TIMES;
+        projections.load(B, C, block * CAPACITY, states, tile, within(length - tile, TIMES));
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int channel = own + 8 * c, n = block * CAPACITY + quarter * LANE_STATES;
+            load_checkpoint(h[c], checkpoint(number, channel) + n, n, states, channel < left);
+        }
+    }
+
+    __device__ void save_states(int t) const {
+        store_floats(saved_states + 2 * t * THREADS, h[0]);
+        store_floats(saved_states + (2 * t + 4) * THREADS, h[1]);
+    }
+
+    // The states before every fourth step.
+    __device__ void recompute() {
+#pragma unroll 1
+        for (int t = 0; t < TIMES; t += 8) {
+            const float* const elements = row + element_at(0, t);
+            const float* const B_tile = shared_B + t * CAPACITY + quarter * LANE_STATES;
+            save_states(t);
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                if (j == 4) {
+                    save_states(t + 4);
+                    if (t + 8 == TIMES) break;
+                }
+                float b[LANE_STATES];
+                load_floats(b, B_tile + j * CAPACITY);
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    float pair[2];  // δ and δ·u
+                    load_floats(pair, elements + 8 * c * ROW + 4 * j);
+#pragma unroll
+                    for (int s = 0; s < LANE_STATES; s++)
+                        h[c][s] = gate_of(pair[0] * decay[c][s]) * h[c][s] + pair[1] * b[s];
+                }
+            }
+        }
+    }
+
+    // `later` says whether sums over states are added to those of earlier blocks.
+    __device__ void step_back(bool later) {
+        LaneStates of_tile = {};  // dA, if it is summed exactly
+        auto& decay_sum = COMPENSATED ? of_tile : decay_grad;
+#pragma unroll 1
+        for (int eight = TIMES - 8; eight >= 0; eight -= 8) {
+            // B and C of eight steps, for tensor cores.
+            float B_steps[LANE_STATES], C_steps[LANE_STATES];
+            if constexpr (NARROW) {
+                const float* const from = shared_B + (eight + own) * CAPACITY + quarter * LANE_STATES;
+                load_floats(B_steps, from);
+                load_floats(C_steps, from + TIMES * CAPACITY);
+            }
+#pragma unroll
+            for (int half = 4; half >= 0; half -= GROUP) {
+                StepGroup group;
+                recompute_group(group, eight, half);
+                StateSums sums;
+                float B_terms[2 * LANE_STATES], C_terms[2 * LANE_STATES];  // of dB and dC, of two steps
+#pragma unroll
+                for (int j = GROUP - 1; j >= 0; j--) {
+                    step(group, sums, eight, half, j, B_steps, C_steps, decay_sum, B_terms, C_terms);
+                    if (j % 2 == 0) sum_over_channels(B_terms, C_terms, eight, half + j);
+                }
+                if constexpr (!NARROW) add_over_lanes(sums, eight + half, later);
+                __syncwarp();
+                if constexpr (NARROW) store_sums(sums, eight + 2 * quarter, later, quarter / 2 == half / GROUP);
+            }
+        }
+        if constexpr (COMPENSATED) {
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+#pragma unroll
+                for (int s = 0; s < LANE_STATES; s++) add_exactly(decay_grad[c][s], decay_lost[c][s], of_tile[c][s]);
+        }
+    }
+
+    // Gates and states of the GROUP steps from eight + half on.
+    __device__ void recompute_group(StepGroup& group, int eight, int half) const {
+        const float* const elements = row + element_at(0, eight);
+        const float* const B_tile = shared_B + eight * CAPACITY + quarter * LANE_STATES;
+        load_floats(group.start[0], saved_states + 2 * (eight + half) * THREADS);
+        load_floats(group.start[1], saved_states + (2 * (eight + half) + 4) * THREADS);
+#pragma unroll
+        for (int j = 0; j < GROUP; j++) {
+            float b[LANE_STATES];
+            load_floats(b, B_tile + (half + j) * CAPACITY);
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                float pair[2];
+                load_floats(pair, elements + 8 * c * ROW + 4 * (half + j));
+#pragma unroll
+                for (int s = 0; s < LANE_STATES; s++) {
+                    group.gate[j][c][s] = gate_of(pair[0] * decay[c][s]);
+                    group.state[j][c][s] = group.gate[j][c][s] * group.before(j, c, s) + pair[1] * b[s];
+                }
+            }
+        }
+    }
+
+    // g, q and all that is summed of step eight + half + j.
+    __device__ void step(const StepGroup& group, StateSums& sums, int eight, int half, int j,
+                         const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES], LaneStates& decay_sum,
+                         float (&B_terms)[2 * LANE_STATES], float (&C_terms)[2 * LANE_STATES]) {
+        const float* const elements = row + element_at(0, eight);
+        const float* const B_tile = shared_B + eight * CAPACITY + quarter * LANE_STATES;
+        float b[LANE_STATES], through[LANE_STATES], element[2][4];
+        LaneStates g, q_decay;
+        load_floats(b, B_tile + (half + j) * CAPACITY);
+        load_floats(through, B_tile + TIMES * CAPACITY + (half + j) * CAPACITY);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            load_floats(element[c], elements + 8 * c * ROW + 4 * (half + j));
+            if constexpr (!NARROW) sums.y[j][c] = sums.delta_u[j][c] = sums.delta[j][c] = 0;
+#pragma unroll
+            for (int s = 0; s < LANE_STATES; s++) {
+                g[c][s] = element[c][2] * through[s] + carry[c][s];
+                carry[c][s] = g[c][s] * group.gate[j][c][s];
+                const float q = carry[c][s] * group.before(j, c, s);
+                decay_sum[c][s] += q * element[c][0];
+                if constexpr (NARROW) {
+                    q_decay[c][s] = q * decay[c][s];
+                } else {
+                    sums.y[j][c] += through[s] * group.state[j][c][s];
+                    sums.delta_u[j][c] += g[c][s] * b[s];
+                    sums.delta[j][c] += q * decay[c][s];
+                }
+            }
+        }
+        if constexpr (NARROW) multiply(sums, half + j, group.state[j], g, q_decay, B_steps, C_steps);
+#pragma unroll
+        for (int s = 0; s < LANE_STATES; s++) {
+            B_terms[j % 2 * LANE_STATES + s] = g[0][s] * element[0][1] + g[1][s] * element[1][1];
+            C_terms[j % 2 * LANE_STATES + s] =
+                element[0][2] * group.state[j][0][s] + element[1][2] * group.state[j][1][s];
+        }
+    }
+
+    // Sums over states on tensor cores, of one step of eight; a lane keeps those of its two steps.
+    __device__ void multiply(StateSums& sums, int step, const LaneStates& state, const LaneStates& g, const LaneStates& q_decay,
+                             const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES]) const {
+        const float ones[LANE_STATES] = {1, 1, 1, 1};
+        float y[4] = {}, delta_u[4] = {}, delta[4] = {};
+        add_over_states(y, state, C_steps);
+        add_over_states(delta_u, g, B_steps);
+        add_over_states(delta, q_decay, ones);
+        const bool mine = quarter == step / 2;
+        const int j = step % 2;
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            sums.y[j][c] = mine ? y[2 * c + j] : sums.y[j][c];
+            sums.delta_u[j][c] = mine ? delta_u[2 * c + j] : sums.delta_u[j][c];
+            sums.delta[j][c] = mine ? delta[2 * c + j] : sums.delta[j][c];
+        }
+    }
+
+    // dB and dC of two steps, summed over the warp's channels, to the place of a saved state that is not needed any more.
+    __device__ void sum_over_channels(float (&B_terms)[2 * LANE_STATES], float (&C_terms)[2 * LANE_STATES], int eight,
+                                      int step) const {
+        float* const of_warp = all_states + 2 * (eight + 4) * THREADS + warp * 128;
+        __syncwarp();  // all lanes have read what is there
+        const int index = transposed_index<8, 4>();
+        float* const to = of_warp + (quarter * LANE_STATES + index % LANE_STATES) * 8 + step + index / LANE_STATES;
+        to[0] = transposed_sum<8, 4>(B_terms);
+        to[4 * THREADS] = transposed_sum<8, 4>(C_terms);
+    }
+
+    // Where d(δ·u), dδ and y (`which` 1 to 3) of a step go: in place of what they are made of, or, if other blocks of states
+    // need that, elsewhere.
+    __device__ float* sum_at(int channel, int step, int which) const {
+        if constexpr (BLOCKS == 1) return rows + element_at(channel, step) + which;
+        return all_sums + ((which - 1) * CTA_CHANNELS + warp * CHANNELS + channel) * SUM_ROW + step;
+    }
+    // GROUP steps from `step` on, summed over the lanes that share a channel.
+    __device__ void add_over_lanes(const StateSums& sums, int step, bool later) const {
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            float four[3][GROUP];
+#pragma unroll
+            for (int j = 0; j < GROUP; j++)
+                four[0][j] = sums.delta_u[NARROW ? 0 : j][c], four[1][j] = sums.delta[NARROW ? 0 : j][c],
+                four[2][j] = sums.y[NARROW ? 0 : j][c];
+#pragma unroll
+            for (int which = 0; which < 3; which++) {
+                float* const to = sum_at(own + 8 * c, step + transposed_index<4, 1>(), which + 1);
+                const float sum = transposed_sum<4, 1>(four[which]);
+                *to = BLOCKS > 1 && later ? *to + sum : sum;
+            }
+        }
+    }
+    // Two steps from `step` on, which are sums already, if they are this lane's to write.
+    __device__ void store_sums(const StateSums& sums, int step, bool later, bool mine) const {
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float sum[3] = {sums.delta_u[j][c], sums.delta[j][c], sums.y[j][c]};
+#pragma unroll
+                for (int which = 0; which < 3; which++) {
+                    float* const to = sum_at(own + 8 * c, step + j, which + 1);
+                    if (mine) *to = BLOCKS > 1 && later ? *to + sum[which] : sum[which];
+                }
+            }
+    }
+
+    __device__ void store(int number) const {
+        const Inputs in(*this);
+        const int tile = number * TIMES, times = within(length - tile, TIMES);
+        const Pieces<Storage*> u_grads(args.u_grad, in.batch, in.from, range.begin);
+        const Pieces<Storage*> delta_grads(args.delta_grad, in.batch, in.from, range.begin);
+        const Pieces<Storage*> z_grads(args.z_grad, in.batch, in.from, range.begin);
+#pragma unroll(int(AT_ONCE_AFTER))
+        for (int i = 0; i < PER_LANE; i++) {
+            const Piece piece(i);
+            const int count = piece.count(left, times);
+            PieceInputs now;
+            now.u = in.u.load(i, tile, count), now.out_grad = in.out_grad.load(i, tile, count);
+            now.z = in.z.load(i, tile, count);
+            if constexpr (!NARROW) now.delta = in.delta.load(i, tile, count);
+            float element[VALUES][4];
+            load_elements(element, piece);
+            const PieceGrads grads(element, piece, count, now, options);
+            u_grads.store(i, tile, count, grads.u);
+            delta_grads.store(i, tile, count, grads.delta);
+            if (options.gated) z_grads.store(i, tile, count, grads.z);
+            add_over_piece(grads, piece);
+        }
+        __syncwarp();
+        if constexpr (CHANNEL_LAST) add_over_rows();
+    }
+    __device__ void load_elements(float (&element)[VALUES][4], const Piece& piece) const {
+#pragma unroll
+        for (int k = 0; k < VALUES; k++) {
+            const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
+            const int step = piece.time + (CHANNEL_LAST ? 0 : k);
+            load_floats(element[k], rows + element_at(channel, step));
+            if constexpr (BLOCKS > 1) {
+#pragma unroll
+                for (int which = 1; which < 4; which++) element[k][which] = *sum_at(channel, step, which);
+            }
+        }
+    }
+
+    // --- Sums over time ------------------------------------------------------------------------------------------------
+
+    // A piece's terms for D and delta_bias: added up along time, or, if it lies along channels, left in the rows.
+    __device__ void add_over_piece(const PieceGrads& grads, const Piece& piece) const {
+        float skip_sum = 0, bias_sum = 0;
+#pragma unroll
+        for (int k = 0; k < VALUES; k++) {
+            if constexpr (CHANNEL_LAST)
+                store_float2(rows + element_at(piece.channel + k, piece.time), grads.skip[k], grads.delta[k]);
+            else
+                skip_sum += grads.skip[k], bias_sum += grads.delta[k];
+        }
+        if constexpr (!CHANNEL_LAST) add_over_time(skip_sum, bias_sum, IN_A_ROW, 0, piece.channel, piece.time == 0);
+    }
+    __device__ void add_over_rows() const {
+        float skip_sum = 0, bias_sum = 0;
+        for (int step = lane / CHANNELS; step < TIMES; step += 2) {
+            const float* const from = rows + element_at(lane % CHANNELS, step);
+            skip_sum += from[0], bias_sum += from[1];
+        }
+        add_over_time(skip_sum, bias_sum, 2, 4, lane % CHANNELS, lane < CHANNELS);
+        __syncwarp();
+    }
+    __device__ void add_over_time(float skip_sum, float bias_sum, int lanes, int shift, int channel, bool writes) const {
+        sum_over_lanes(skip_sum, bias_sum, lanes, shift);
+        if (writes) {
+            skip_grads[warp * CHANNELS + channel] += skip_sum;
+            bias_grads[warp * CHANNELS + channel] += bias_sum;
+        }
+    }
+
+    // --- Gradients that are not of an element --------------------------------------------------------------------------
+
+    __device__ void store_projection_grads(int number, int block) const {
+        const int tile = number * TIMES;
+        const int batch = int(opaque(unsigned(range.batch)));  // so that all this is computed anew, too
+        const i64 group = i64(range.block * int(args.size.batch) + batch) *
+                              (channels / int(args.size.group_channels)) + range.group;
+        const i64 from = group * states * args.size.time + (range.begin + tile);
+        ProjectionGrads{args.B_grad + from, args.C_grad + from, states - block * CAPACITY, block * CAPACITY,
+                        int(args.size.time), range.begin, length - tile}
+            .store(all_states);
+    }
+
+    __device__ void store_state_grads(int block) {
+        restore(block);
+        if constexpr (BLOCKS > 1) {
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                load_floats(decay_grad[c], saved_at(block, 1, c));
+                load_floats(decay_lost[c], saved_at(block, 2, c));
+            }
+        }
+        float* const A_grad = args.A_grad + part_channel(range.part) * states;
+        float* const initial_grad =
+            args.initial_grad && range.part == 0 ? args.initial_grad + sequence_channel() * states : nullptr;
+#pragma unroll
+        for (int c = 0; c < 2; c++)
+#pragma unroll
+            for (int s = 0; s < LANE_STATES; s++) {
+                const int n = block * CAPACITY + quarter * LANE_STATES + s;
+                if (own + 8 * c >= left || n >= states) continue;
+                A_grad[i64(8 * c) * states + n] = decay_grad[c][s] + decay_lost[c][s];
+                if (initial_grad) initial_grad[i64(8 * c) * states + n] = carry[c][s];
+            }
+    }
+
+    __device__ void store_channel_grads() const {
+        const i64 to = part_channel(range.part) - own;
+#pragma unroll 1
+        for (int i = lane; i < left; i += 32) {
+            if (args.D_grad) args.D_grad[to + i] = skip_grads[warp * CHANNELS + i];
+            if (args.bias_grad) args.bias_grad[to + i] = bias_grads[warp * CHANNELS + i];
+        }
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_scan_backward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                         const float* D, const Storage* z, const float* delta_bias, const Storage* out_grad,
                         const float* final_grad, const float* checkpoints, const float* adjoints,
-                        const float* sizes, const i64* offsets, Storage* u_grad, Storage* delta_grad,
+                        const float* sizes, const i64* cu_seqlens, Storage* u_grad, Storage* delta_grad,
                         Storage* z_grad, float* A_grad, float* B_grad, float* C_grad, float* D_grad,
                         float* bias_grad, float* initial_grad, float* carries, i64 batch, i64 channels, i64 time,
                         i64 states, i64 group_channels, i64 sequences, i64 parts, i64 flags, i64 u_batch,
@@ -40,409 +604,18 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         i64 z_channel, i64 z_time, i64 grad_batch, i64 grad_channel, i64 grad_time,
                         i64 u_grad_batch, i64 u_grad_channel, i64 u_grad_time, i64 B_batch, i64 B_group,
                         i64 B_state, i64 B_time, i64 C_batch, i64 C_group, i64 C_state, i64 C_time) {
-    float* const all_rows = reinterpret_cast<float*>(dynamic_rows());
-    float* const all_states = all_rows + SHARED_ROWS;
-    float* const stage = all_states + SHARED_STATES;
-    float* const biases = stage + SHARED_STAGE;
-    float* const skips = biases + WARPS * CHANNELS;
-    float* const skip_grads = skips + WARPS * CHANNELS;
-    float* const bias_grads = skip_grads + WARPS * CHANNELS;
-    float* const all_sums = bias_grads + WARPS * CHANNELS;  // if there are several blocks
-
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int channel_count = int(channels), state_count = int(states), sequence_count = int(sequences), part_count = int(parts);
-    const Place at = place_of(channel_count, int(time), int(group_channels), sequence_count, part_count, offsets);
-    const bool smooth = flags & 1;
-    const int first = at.first + warp * CHANNELS;
-    const int left = within(at.limit - first, CHANNELS);
-    const int length = at.end - at.begin;
-
-    for (int i = lane; i < CHANNELS; i += 32) {
-        const bool in = i < left;
-        biases[warp * CHANNELS + i] = in && delta_bias ? delta_bias[first + i] : 0;
-        skips[warp * CHANNELS + i] = in && D ? D[first + i] : 0;
-        skip_grads[warp * CHANNELS + i] = bias_grads[warp * CHANNELS + i] = 0;
-    }
-    __syncwarp();
-    const float* const bias = biases + warp * CHANNELS;
-    const float* const skip = skips + warp * CHANNELS;
-    float* const rows = all_rows + warp * CHANNELS * ROW;
-    float* const before = all_states + 4 * threadIdx.x;  // of the first channel; every fourth step, 8 · THREADS on
-
-    const int own = lane / 4, quarter = lane % 4;
-    const float* const row = rows + own * ROW;
-    const i64 of_state = i64(at.batch * sequence_count + at.sequence) * channel_count + first + own;
-    const int blocks = BLOCKS > 1 ? (state_count + CAPACITY - 1) / CAPACITY : 1;
-    const int slot = at.batch * (int(time) / INTERVAL + sequence_count) + at.begin / INTERVAL + at.sequence;
-    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + part_count - 1) / part_count;
-    const int first_tile = at.part * per_part < tiles ? at.part * per_part : tiles;
-    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
-
-    // Where a step's d(δ·u), dδ and y, number `which` of them from 1 on, go: in place of what they are made of, or, if
-    // other blocks of states need that, elsewhere.
-    const auto sum_at = [&](int channel, int step, int which) -> float* {
-        if constexpr (BLOCKS == 1) return rows + element_at(channel, step) + which;
-        return all_sums + ((which - 1) * WARPS * CHANNELS + warp * CHANNELS + channel) * SUM_ROW + step;
-    };
-
-    float decay[2][MINE], carry[2][MINE], decay_grad[2][MINE], decay_lost[2][MINE];
-    // Of a block of states: A, and what comes in at the end.
-    const auto begin_block = [&](int block, bool entering) {
-        const int own_first = int(opaque(unsigned(first + own)));
-#pragma unroll
-        for (int held = 0; held < 2; held++)
-#pragma unroll
-            for (int s = 0; s < MINE; s++) {
-                const int n = block * CAPACITY + quarter * MINE + s;
-                const bool in = own + 8 * held < left && n < state_count;
-                decay[held][s] = in ? A[i64(own_first + 8 * held) * state_count + n] * LOG2_E : 0;
-                if (entering) {
-                    decay_grad[held][s] = decay_lost[held][s] = 0;
-                    carry[held][s] = in && final_grad ? final_grad[(of_state + 8 * held) * state_count + n] : 0;
-                }
-            }
-        if (!entering) return;
-#pragma unroll 1
-        for (int later = part_count - 1; later > at.part; later--)
-#pragma unroll
-            for (int held = 0; held < 2; held++) {
-                if (own + 8 * held >= left) continue;
-                const i64 of_part =
-                    (i64(at.batch * sequence_count + at.sequence) * part_count + later) * channel_count + first + own + 8 * held;
-                const float size = sizes[of_part];
-#pragma unroll
-                for (int s = 0; s < MINE; s++) {
-                    const int n = block * CAPACITY + quarter * MINE + s;
-                    if (n < state_count)
-                        carry[held][s] = adjoints[of_part * state_count + n] + gate_of(decay[held][s] * size) * carry[held][s];
-                }
-            }
-    };
-    // What is carried from one tile to the earlier one lies, while other things need registers, in `carries`, or, of one
-    // block, in place of states before a fourth step, of which no sums of the tile take the place.
-    const auto kept_at = [&](int block, int what, int held) {
-        if constexpr (BLOCKS == 1) return before + (16 * what + 4 * held) * THREADS;
-        const int of_cta = int(opaque(unsigned(block))) * THREADS + int(threadIdx.x);
-        return carries + (i64(blockIdx.x) * blocks * THREADS + of_cta) * KEPT + (2 * what + held) * MINE;
-    };
-    // dA of several blocks is summed over one tile in registers, and over tiles there.
-    const auto recall = [&](int block) {
-#pragma unroll
-        for (int held = 0; held < 2; held++) {
-            load_floats(carry[held], kept_at(block, 0, held));
-            if (BLOCKS == 1) {
-                load_floats(decay_grad[held], kept_at(block, 1, held));
-                if constexpr (COMPENSATED) load_floats(decay_lost[held], kept_at(block, 2, held));
-            } else {
-#pragma unroll
-                for (int s = 0; s < MINE; s++) decay_grad[held][s] = 0;
-            }
-        }
-    };
-    const auto keep = [&](int block, bool entering) {
-#pragma unroll
-        for (int held = 0; held < 2; held++) {
-            store_floats(kept_at(block, 0, held), carry[held]);
-            if (BLOCKS > 1 && !entering)
-                add_kept(decay_grad[held], decay_lost[held], kept_at(block, 1, held), kept_at(block, 2, held));
-            store_floats(kept_at(block, 1, held), decay_grad[held]);
-            if constexpr (COMPENSATED || BLOCKS > 1) store_floats(kept_at(block, 2, held), decay_lost[held]);
-        }
-    };
-    for (int block = 0; block < blocks; block++) begin_block(block, true), keep(block, true);
-
-    // Adds a lane's part of the sums over time for D and delta_bias.
-    const auto add_over_time = [&](float of_skip, float of_bias, int alike, int shift, int channel, bool first_of_them) {
-        add_alike(of_skip, of_bias, alike, shift);
-        if (first_of_them) {
-            skip_grads[warp * CHANNELS + channel] += of_skip;
-            bias_grads[warp * CHANNELS + channel] += of_bias;
-        }
-    };
-
-    const auto add_up_warps = [&](int tile, int block) {
-        const i64 of_group =
-            i64(at.block * int(batch) + at.batch) * (channel_count / int(group_channels)) + at.group;
-        const i64 from = of_group * state_count * time + at.begin + tile;
-        add_up(all_states, B_grad + from, C_grad + from, state_count - block * CAPACITY, block * CAPACITY, int(time),
-               at.begin, length - tile);
-    };
-
-    for (int number = end_tile - 1; number >= first_tile; number--) {
-        const int tile = number * TIMES;
-        const int times = within(length - tile, TIMES);
-        // All that is read for the tile is on its way before any of it is needed.
-        Staged staged;
-        float h[2][MINE];
-        const auto fetch = [&](int block) {
-            Place place = at;
-            place.begin = int(opaque(unsigned(at.begin))), place.batch = int(opaque(unsigned(at.batch)));
-            const Projection b(B, {B_batch, B_group, B_state, B_time}, place, flags & 2);
-            const Projection c(C, {C_batch, C_group, C_state, C_time}, place, flags & 4);
-            const int again = int(opaque(unsigned(number))), from_tile = again * TIMES;
-            staged.load(b, c, block * CAPACITY, state_count, from_tile, within(length - from_tile, TIMES));
-#pragma unroll
-            for (int held = 0; held < 2; held++) {
-                const int channel = own + 8 * held, n = block * CAPACITY + quarter * MINE;
-                const float* const from = checkpoints + (i64(slot + again) * channel_count + first + channel) * state_count + n;
-                load_checkpoint(h[held], from, n, state_count, channel < left);
-            }
-        };
-        // Made anew in each tile, or they would take registers from the steps.
-        const int warp_first = int(opaque(unsigned(first))), of_batch = int(opaque(unsigned(at.batch)));
-        const Rows<const Storage*> us(u, {u_batch, u_channel, u_time}, of_batch, warp_first, at.begin);
-        const Rows<const Storage*> deltas(delta, {delta_batch, delta_channel, delta_time}, of_batch, warp_first, at.begin);
-        const Rows<const Storage*> zs(z, {z_batch, z_channel, z_time}, of_batch, warp_first, at.begin);
-        const Rows<const Storage*> grads(out_grad, {grad_batch, grad_channel, grad_time}, of_batch, warp_first, at.begin);
-        const int earlier = tile - TIMES;
-        const auto bring = [&](const Rows<const Storage*>& rows_of, int i) {
-            if (rows_of.first) prefetch(rows_of.at(i, earlier));
-        };
-        if (ALIGNED && number > first_tile) {
-#pragma unroll
-            for (int i = 0; i < PER_LANE; i++) {
-                const Piece piece(i);
-                if (piece.count(left, TIMES) > 0)
-                    bring(us, i), bring(deltas, i), bring(zs, i), bring(grads, i);
-            }
-            if (BLOCKS == 1 && own + 8 * (quarter / 2) < left)
-                prefetch(checkpoints + (i64(slot + number - 1) * channel_count + first + own + 8 * (quarter / 2)) * state_count +
-                         quarter % 2 * 8);
-        }
-#pragma unroll(int(AT_ONCE))
-        for (int i = 0; i < PER_LANE; i++) {
-            const Piece piece(i);
-            const int count = piece.count(left, times);
-            const Values u_now = us.load(i, tile, count), delta_now = deltas.load(i, tile, count);
-            const Values z_now = zs.load(i, tile, count), grad_now = grads.load(i, tile, count);
-            if (!piece.there) continue;
-            lay_out(rows, piece, count, u_now, delta_now, z_now, grad_now, bias, smooth, z != nullptr);
-        }
-
-        for (int block = 0; block < blocks; block++) {
-            begin_block(block, false), recall(block), fetch(block);
-            __syncthreads();  // nobody reads what was staged before, and the warps' sums are there
-            if (block > 0) add_up_warps(tile, block - 1);
-            else if (number + 1 < end_tile) add_up_warps(tile + TIMES, blocks - 1);
-            staged.store(stage);
-            __syncthreads();
-            const auto save = [&](int t) {
-                store_floats(before + 2 * t * THREADS, h[0]);
-                store_floats(before + (2 * t + 4) * THREADS, h[1]);
-            };
-#pragma unroll 1
-            for (int t = 0; t < TIMES; t += 8) {
-                const float* const pairs = row + element_at(0, t);
-                const float* const ins = stage + t * CAPACITY + quarter * MINE;
-                save(t);
-#pragma unroll
-                for (int j = 0; j < 8; j++) {
-                    if (j == 4) {
-                        save(t + 4);
-                        if (t + 8 == TIMES) break;
-                    }
-                    float in[MINE];
-                    load_floats(in, ins + j * CAPACITY);
-#pragma unroll
-                    for (int held = 0; held < 2; held++) {
-                        float pair[2];
-                        load_floats(pair, pairs + 8 * held * ROW + 4 * j);
-#pragma unroll
-                        for (int s = 0; s < MINE; s++)
-                            h[held][s] = gate_of(pair[0] * decay[held][s]) * h[held][s] + pair[1] * in[s];
-                    }
-                }
-            }
-
-            float of_tile[2][MINE] = {};  // dA, if it is summed exactly
-            auto& decay_sum = *(COMPENSATED ? &of_tile : &decay_grad);
-#pragma unroll 1
-            for (int eight = TIMES - 8; eight >= 0; eight -= 8) {
-                const float* const pairs = row + element_at(0, eight);
-                const float* const ins = stage + eight * CAPACITY + quarter * MINE;
-                const float* const throughs = ins + TIMES * CAPACITY;
-                float* const of_warp = all_states + 2 * (eight + 4) * THREADS + warp * 128;  // dB, and dC
-                // Of eight steps, on tensor cores.
-                float in_steps[MINE], through_steps[MINE];
-                const float ones[MINE] = {1, 1, 1, 1};
-                if constexpr (NARROW) {
-                    load_floats(in_steps, ins + own * CAPACITY);
-                    load_floats(through_steps, throughs + own * CAPACITY);
-                }
-#pragma unroll
-                for (int half = 4; half >= 0; half -= HALF) {
-                    float start[2][MINE], gate[HALF][2][MINE], state[HALF][2][MINE];
-                    // What is kept of the sums, of steps 2 · quarter and the next.
-                    float of_y[2][2], of_product[2][2], of_size[2][2];
-                    float y[HALF][2], product[HALF][2], size_grad[HALF][2];  // summed by shuffles
-                    load_floats(start[0], before + 2 * (eight + half) * THREADS);
-                    load_floats(start[1], before + (2 * (eight + half) + 4) * THREADS);
-#pragma unroll
-                    for (int j = 0; j < HALF; j++) {
-                        float in[MINE];
-                        load_floats(in, ins + (half + j) * CAPACITY);
-                        const auto& earlier_state = j ? state[j ? j - 1 : 0] : start;
-#pragma unroll
-                        for (int held = 0; held < 2; held++) {
-                            float pair[2];
-                            load_floats(pair, pairs + 8 * held * ROW + 4 * (half + j));
-#pragma unroll
-                            for (int s = 0; s < MINE; s++) {
-                                gate[j][held][s] = gate_of(pair[0] * decay[held][s]);
-                                state[j][held][s] = gate[j][held][s] * earlier_state[held][s] + pair[1] * in[s];
-                            }
-                        }
-                    }
-                    float in_terms[2 * MINE], out_terms[2 * MINE];  // of two steps
-#pragma unroll
-                    for (int j = HALF - 1; j >= 0; j--) {
-                        const int step = half + j;
-                        const bool mine = quarter == step / 2;
-                        float in[MINE], through[MINE], element[2][4], g[2][MINE], through_decay[2][MINE];
-                        load_floats(in, ins + step * CAPACITY);
-                        load_floats(through, throughs + step * CAPACITY);
-                        const auto& earlier_state = j ? state[j ? j - 1 : 0] : start;
-#pragma unroll
-                        for (int held = 0; held < 2; held++) {
-                            load_floats(element[held], pairs + 8 * held * ROW + 4 * step);
-                            if constexpr (!NARROW) y[j][held] = product[j][held] = size_grad[j][held] = 0;
-#pragma unroll
-                            for (int s = 0; s < MINE; s++) {
-                                g[held][s] = element[held][2] * through[s] + carry[held][s];
-                                carry[held][s] = g[held][s] * gate[j][held][s];
-                                const float q = carry[held][s] * earlier_state[held][s];
-                                decay_sum[held][s] += q * element[held][0];
-                                if constexpr (NARROW) {
-                                    through_decay[held][s] = q * decay[held][s];
-                                } else {
-                                    y[j][held] += through[s] * state[j][held][s];
-                                    product[j][held] += g[held][s] * in[s];
-                                    size_grad[j][held] += q * decay[held][s];
-                                }
-                            }
-                        }
-                        if constexpr (NARROW) {
-                            float ys[4] = {}, products[4] = {}, size_grads[4] = {};
-                            add_over_states(ys, state[j], through_steps);
-                            add_over_states(products, g, in_steps);
-                            add_over_states(size_grads, through_decay, ones);
-#pragma unroll
-                            for (int held = 0; held < 2; held++) {
-                                of_y[held][j % 2] = mine ? ys[2 * held + j % 2] : of_y[held][j % 2];
-                                of_product[held][j % 2] = mine ? products[2 * held + j % 2] : of_product[held][j % 2];
-                                of_size[held][j % 2] = mine ? size_grads[2 * held + j % 2] : of_size[held][j % 2];
-                            }
-                        }
-#pragma unroll
-                        for (int s = 0; s < MINE; s++) {
-                            in_terms[j % 2 * MINE + s] = g[0][s] * element[0][1] + g[1][s] * element[1][1];
-                            out_terms[j % 2 * MINE + s] =
-                                element[0][2] * state[j][0][s] + element[1][2] * state[j][1][s];
-                        }
-                        if (j % 2 == 0) {
-                            __syncwarp();  // what lies there was read
-                            const int summed = transposed_index<8, 4>();
-                            float* const to = of_warp + (quarter * MINE + summed % MINE) * 8 + step + summed / MINE;
-                            to[0] = transposed_sum<8, 4>(in_terms);
-                            to[4 * THREADS] = transposed_sum<8, 4>(out_terms);
-                        }
-                    }
-                    if constexpr (!NARROW) add_over_lanes(product, size_grad, y, sum_at, own, eight + half, block > 0);
-                    __syncwarp();
-                    const bool of_half = quarter / 2 == half / HALF;
-                    if constexpr (NARROW)
-                        put_sums(of_product, of_size, of_y, sum_at, own, eight + 2 * quarter, block > 0, of_half);
-                }
-            }
-            if constexpr (COMPENSATED) {
-#pragma unroll
-                for (int held = 0; held < 2; held++)
-#pragma unroll
-                    for (int s = 0; s < MINE; s++)
-                        add_exactly(decay_grad[held][s], decay_lost[held][s], of_tile[held][s]);
-            }
-            keep(block, false);
-        }
-        __syncwarp();
-
-        const int again_first = int(opaque(unsigned(first))), batch_again = int(opaque(unsigned(at.batch)));
-        const Rows<const Storage*> us_again(u, {u_batch, u_channel, u_time}, batch_again, again_first, at.begin);
-        const Rows<const Storage*> deltas_again(delta, {delta_batch, delta_channel, delta_time}, batch_again, again_first, at.begin);
-        const Rows<const Storage*> zs_again(z, {z_batch, z_channel, z_time}, batch_again, again_first, at.begin);
-        const Rows<const Storage*> grads_again(out_grad, {grad_batch, grad_channel, grad_time}, batch_again, again_first, at.begin);
-        const Strides3 new_strides{u_grad_batch, u_grad_channel, u_grad_time};
-        const Rows<Storage*> u_grads(u_grad, new_strides, batch_again, again_first, at.begin);
-        const Rows<Storage*> delta_grads(delta_grad, new_strides, batch_again, again_first, at.begin);
-        const Rows<Storage*> z_grads(z_grad, new_strides, batch_again, again_first, at.begin);
-#pragma unroll(int(AT_ONCE_AFTER))
-        for (int i = 0; i < PER_LANE; i++) {
-            const Piece piece(i);
-            const int count = piece.count(left, times);
-            const Values u_now = us_again.load(i, tile, count), grad_now = grads_again.load(i, tile, count);
-            const Values z_now = zs_again.load(i, tile, count);
-            Values delta_now;
-            if constexpr (!NARROW) delta_now = deltas_again.load(i, tile, count);
-            float found[VALUES][4], of_u[VALUES], of_delta[VALUES], of_z[VALUES], of_skip[VALUES];
-            float skip_sum = 0, bias_sum = 0;
-#pragma unroll
-            for (int k = 0; k < VALUES; k++) {
-                const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
-                const int step = piece.time + (CHANNEL_LAST ? 0 : k);
-                load_floats(found[k], rows + element_at(channel, step));
-                if constexpr (BLOCKS > 1) {
-#pragma unroll
-                    for (int which = 1; which < 4; which++) found[k][which] = *sum_at(channel, step, which);
-                }
-            }
-            differentiate(found, piece, count, u_now, delta_now, z_now, grad_now, bias, skip, smooth, z != nullptr, of_u,
-                          of_delta, of_z, of_skip);
-#pragma unroll
-            for (int k = 0; k < VALUES; k++) {
-                if constexpr (CHANNEL_LAST) store_float2(rows + element_at(piece.channel + k, piece.time), of_skip[k], of_delta[k]);
-                else skip_sum += of_skip[k], bias_sum += of_delta[k];
-            }
-            u_grads.store(i, tile, count, of_u);
-            delta_grads.store(i, tile, count, of_delta);
-            if (z) z_grads.store(i, tile, count, of_z);
-            if constexpr (!CHANNEL_LAST) add_over_time(skip_sum, bias_sum, IN_A_ROW, 0, piece.channel, piece.time == 0);
-        }
-        __syncwarp();
-        if constexpr (CHANNEL_LAST) {
-            float skip_sum = 0, bias_sum = 0;
-            for (int step = lane / CHANNELS; step < TIMES; step += 2) {
-                const float* const from = rows + element_at(lane % CHANNELS, step);
-                skip_sum += from[0], bias_sum += from[1];
-            }
-            add_over_time(skip_sum, bias_sum, 2, 4, lane % CHANNELS, lane < CHANNELS);
-            __syncwarp();
-        }
-    }
-
-    __syncthreads();
-    if (first_tile < end_tile) add_up_warps(first_tile * TIMES, blocks - 1);
-
-    const i64 of_part = (i64(at.batch * sequence_count + at.sequence) * part_count + at.part) * channel_count + first;
-    for (int block = 0; block < blocks; block++) {
-        recall(block);
-        if constexpr (BLOCKS > 1) {
-#pragma unroll
-            for (int held = 0; held < 2; held++) {
-                load_floats(decay_grad[held], kept_at(block, 1, held));
-                load_floats(decay_lost[held], kept_at(block, 2, held));
-            }
-        }
-#pragma unroll
-        for (int held = 0; held < 2; held++)
-#pragma unroll
-            for (int s = 0; s < MINE; s++) {
-                const int n = block * CAPACITY + quarter * MINE + s, channel = own + 8 * held;
-                if (channel >= left || n >= state_count) continue;
-                A_grad[(of_part + channel) * state_count + n] = decay_grad[held][s] + decay_lost[held][s];
-                if (initial_grad && at.part == 0) initial_grad[(of_state + 8 * held) * state_count + n] = carry[held][s];
-            }
-    }
-    for (int i = lane; i < left; i += 32) {
-        if (D_grad) D_grad[of_part + i] = skip_grads[warp * CHANNELS + i];
-        if (bias_grad) bias_grad[of_part + i] = bias_grads[warp * CHANNELS + i];
-    }
+    Backward{{{u, u_batch, u_channel, u_time},
+              {delta, delta_batch, delta_channel, delta_time},
+              {z, z_batch, z_channel, z_time},
+              {out_grad, grad_batch, grad_channel, grad_time},
+              {u_grad, u_grad_batch, u_grad_channel, u_grad_time},
+              {delta_grad, u_grad_batch, u_grad_channel, u_grad_time},
+              {z_grad, u_grad_batch, u_grad_channel, u_grad_time},
+              {B, B_batch, B_group, B_state, B_time, bool(flags & B_CONTIGUOUS)},
+              {C, C_batch, C_group, C_state, C_time, bool(flags & C_CONTIGUOUS)},
+              A, D, delta_bias, final_grad, checkpoints, adjoints, sizes,
+              A_grad, B_grad, C_grad, D_grad, bias_grad, initial_grad, carries, cu_seqlens,
+              {batch, channels, time, states, group_channels, sequences, parts},
+              flags}}
+        .run();
 }

@@ -163,7 +163,7 @@ class Trial:
             placed = value is not None and name in _SEQUENCES
             tensors[name] = self._placed(value, aligned) if placed and value is not None else value
         expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
-        offsets = self.inputs["offsets"]
+        cu_seqlens = self.inputs["cu_seqlens"]
         for name, value in expected.items():
             if name in _SEQUENCES:
                 tensors[name] = self._placed(
@@ -188,10 +188,10 @@ class Trial:
             groups=self._groups,
             strides=tuple(strides),
             softplus=self.setting.softplus,
-            sequences=0 if offsets is None else len(offsets) - 1,
+            sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             aligned=aligned and along % unit == 0,
             parts=parts,
-            whole=(aligned and time % unit == 0 and offsets is None,) * 2,
+            whole=(aligned and time % unit == 0 and cu_seqlens is None,) * 2,
         )
         device = self.expected["out"].device
         if direction == "forward":
@@ -240,11 +240,11 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     batch, channels, time, states = shape
     narrow = getattr(torch, dtype)
     groups = setting.groups if channels % setting.groups == 0 else 1
-    offsets = None
+    cu_seqlens = None
     if setting.packed:
         cut = sorted(torch.randint(0, time + 1, (2,)).tolist())
-        offsets = torch.tensor([0, 0, *cut, time])
-    sequences = 1 if offsets is None else len(offsets) - 1
+        cu_seqlens = torch.tensor([0, 0, *cut, time])
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     def new(*size: int) -> Tensor:
         return torch.randn(size).to(narrow)
@@ -262,7 +262,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "z": new(batch, channels, time) if setting.gated else None,
         "delta_bias": torch.rand(channels) * 0.5 if setting.gated else None,
         "initial_state": torch.randn(of_state) if setting.starts else None,
-        "offsets": offsets,
+        "cu_seqlens": cu_seqlens,
         "out_grad": new(batch, channels, time),
         "final_grad": torch.randn(of_state) if setting.starts else None,
     }

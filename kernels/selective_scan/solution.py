@@ -41,16 +41,16 @@ class Solution:
 @torch.no_grad()
 def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
     """The solution of a problem with real ``A``, whose sequences are cut into ``parts``. Tensors that may be null may
-    be None; without ``offsets``, states have one sequence."""
+    be None; without ``cu_seqlens``, states have one sequence."""
     u, delta, B, C, out_grad = (
         _steps_first(given, name) for name in ("u", "delta", "B", "C", "out_grad")
     )
     A, bias = _double(given, "A"), given["delta_bias"]
     z = None if given["z"] is None else _steps_first(given, "z")
     skip = None if given["D"] is None else _double(given, "D")
-    offsets = given["offsets"]
+    cu_seqlens = given["cu_seqlens"]
     time, batch, channels = u.shape
-    bounds = [0, time] if offsets is None else [int(x) for x in offsets.tolist()]
+    bounds = [0, time] if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     spans = [*pairwise(bounds)]
     inward, outward = _of_channels(B, channels), _of_channels(C, channels)
 

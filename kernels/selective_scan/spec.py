@@ -49,12 +49,22 @@ ADJOINT_CHANNELS = 8
 _POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
-        *("out", "final_state", "checkpoints", "offsets"),
+        *("out", "final_state", "checkpoints", "cu_seqlens"),
     ),
-    "adjoint": ("delta", "A", "C", "z", "delta_bias", "out_grad", "offsets", "adjoints", "sizes"),
+    "adjoint": (
+        "delta",
+        "A",
+        "C",
+        "z",
+        "delta_bias",
+        "out_grad",
+        "cu_seqlens",
+        "adjoints",
+        "sizes",
+    ),
     "backward": (
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "out_grad", "final_grad"),
-        *("checkpoints", "adjoints", "sizes", "offsets"),
+        *("checkpoints", "adjoints", "sizes", "cu_seqlens"),
         *("u_grad", "delta_grad", "z_grad", "A_grad", "B_grad", "C_grad", "D_grad", "bias_grad"),
         *("initial_grad", "carries"),
     ),

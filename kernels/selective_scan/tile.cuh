@@ -1,14 +1,13 @@
-// What the kernels share: where a CTA's channels and time steps lie, the pieces of a tile that a lane loads and stores,
-// and what is computed of one element at a time.
+// What the kernels of the family share, in the order in which an element passes through them: the tensors of a launch, the
+// channels and steps of a CTA, the pieces of a tile that a thread loads and stores, the tiles of B and C, and one gate.
 //
-// ELEMENT (float32, bfloat16, float16), ALIGNED, CHANNEL_LAST (0, 1) and WARPS come from the build, and INTERVAL: the
-// steps from one state that is kept to the next. A file that includes this one defines CHANNELS of a warp, SPLIT, the
-// warps that share those channels, TIMES of a tile and CAPACITY, the states that B and C are staged for at once.
+// The build defines ELEMENT (float32, bfloat16, float16), ALIGNED, CHANNEL_LAST (0, 1), WARPS, TIMES, the steps of a tile, and
+// INTERVAL, the steps between two checkpoints. A file that includes this one defines CHANNELS, those of a warp, SPLIT, the
+// warps that share those channels, and CAPACITY, the states that B and C are staged for at once.
 #pragma once
 #include "../common/activations.cuh"
 #include "../common/compiler.cuh"
 #include "../common/floats.cuh"
-#include "../common/global_memory.cuh"
 #include "../common/mma.cuh"
 #include "../common/shared_memory.cuh"
 #include "../common/warp.cuh"
@@ -30,42 +29,58 @@ static_assert(TIMES % 8 == 0);
 
 using Values = Chunk<Element, VALUES>;
 
-struct Strides3 {
-    i64 batch, channel, time;
+// A tensor of channels, (batch, channel, time), and one of projections, (batch, group, state, time). A null pointer stands for
+// an optional tensor that a call does not have.
+template <class Pointer>
+struct ChannelTensor {
+    Pointer data;
+    i64 batch, channel, time;  // strides
 };
-struct Strides4 {
-    i64 batch, group, state, time;
+struct ProjectionTensor {
+    const Storage* data;
+    i64 batch, group, state, time;  // strides
+    bool contiguous;                // along time, with 16-byte words on their boundaries
 };
 
-// A CTA's share: channels [first, limit) of batch `batch` that are in group `group`, and steps [begin, end).
-struct Place {
+// Bits of the argument `flags`.
+enum : i64 { SOFTPLUS = 1, B_CONTIGUOUS = 2, C_CONTIGUOUS = 4 };
+
+// The sizes of a launch, which all kernels take.
+struct Sizes {
+    i64 batch, channels, time, states, group_channels, sequences, parts;
+};
+
+// What a CTA works on: channels [first, limit) of batch `batch` that are in group `group`, and steps [begin, end) of one
+// sequence. Blocks are numbered (batch, sequence, part, group, block of channels), the last one fastest.
+struct CtaRange {
     int batch, group, block, sequence, part;
     int first, limit, begin, end;
 };
 
-__device__ inline Place place_of(int channels, int time, int group_channels, int sequences, int parts,
-                                 const i64* offsets) {
-    Place at;
-    const unsigned per = WARPS / SPLIT * CHANNELS;
-    const unsigned blocks = (unsigned(group_channels) + per - 1) / per, groups = unsigned(channels) / unsigned(group_channels);
+__device__ inline CtaRange cta_range(const Sizes& sizes, int parts, const i64* cu_seqlens) {
+    CtaRange range;
+    const int time = int(sizes.time), group_channels = int(sizes.group_channels);
+    const unsigned per_cta = WARPS / SPLIT * CHANNELS;
+    const unsigned blocks = (unsigned(group_channels) + per_cta - 1) / per_cta;
+    const unsigned groups = unsigned(int(sizes.channels)) / unsigned(group_channels);
     unsigned rest = blockIdx.x;
-    at.block = rest % blocks, rest /= blocks;
-    at.group = rest % groups, rest /= groups;
-    at.part = rest % unsigned(parts), rest /= unsigned(parts);
-    at.sequence = rest % unsigned(sequences), at.batch = rest / unsigned(sequences);
-    at.first = at.group * group_channels + at.block * int(per);
-    at.limit = (at.group + 1) * group_channels;
-    at.begin = 0, at.end = time;
-    if (offsets) {  // which may be anything
-        const i64 begin = offsets[at.sequence], end = offsets[at.sequence + 1];
-        at.begin = int(begin < 0 ? 0 : begin > time ? time : begin);
-        at.end = int(end < at.begin ? at.begin : end > time ? time : end);
+    range.block = rest % blocks, rest /= blocks;
+    range.group = rest % groups, rest /= groups;
+    range.part = rest % unsigned(parts), rest /= unsigned(parts);
+    range.sequence = rest % unsigned(int(sizes.sequences)), range.batch = rest / unsigned(int(sizes.sequences));
+    range.first = range.group * group_channels + range.block * int(per_cta);
+    range.limit = (range.group + 1) * group_channels;
+    range.begin = 0, range.end = time;
+    if (cu_seqlens) {  // clamped: a wrong cu_seqlens must not lead outside of the tensors
+        const i64 begin = cu_seqlens[range.sequence], end = cu_seqlens[range.sequence + 1];
+        range.begin = int(begin < 0 ? 0 : begin > time ? time : begin);
+        range.end = int(end < range.begin ? range.begin : end > time ? time : end);
     }
-    return at;
+    return range;
 }
 
-// Of the tile of warps that share channels, which starts at their first channel and at a step: the piece that is this
-// thread's number `i`. A thread's pieces are APART from each other, along the dimension that pieces do not lie along.
+// Piece number `i` of this thread, in a tile of the warps that share channels. A thread's pieces are APART from each other,
+// along the dimension that pieces do not lie along.
 enum : int {
     IN_A_ROW = CHANNEL_LAST ? CHANNELS / VALUES : TIMES / VALUES,
     APART = SHARING / IN_A_ROW,
@@ -73,44 +88,44 @@ enum : int {
 static_assert(SHARING % IN_A_ROW == 0);
 
 struct Piece {
-    int channel, time;
-    bool there;
+    int channel, time;  // of its first element, in the tile
+    bool exists;
 
     __device__ explicit Piece(int i) {
         const int number = int(threadIdx.x % SHARING), row = number / IN_A_ROW + APART * i;
         const int inside = number % IN_A_ROW * VALUES;
-        there = PIECES % SHARING == 0 || number + SHARING * i < PIECES;
+        exists = PIECES % SHARING == 0 || number + SHARING * i < PIECES;
         channel = CHANNEL_LAST ? inside : row, time = CHANNEL_LAST ? row : inside;
     }
 
-    // Its elements that are among the first `channels` and `times` of the tile: all or none where it is aligned.
+    // How many of its elements are among the first `channels` and `times` of the tile: all or none where it is aligned.
     __device__ int count(int channels, int times) const {
         const int left = CHANNEL_LAST ? channels - channel : times - time;
-        const bool in = there && channel < channels && time < times;
+        const bool in = exists && channel < channels && time < times;
         if constexpr (ALIGNED) return in ? VALUES : 0;
         return in ? (left < VALUES ? left : VALUES) : 0;
     }
     static __device__ bool has(int count, int k) { return ALIGNED ? count > 0 : k < count; }
 };
 
-// As much of it as there is in a tile.
+// `left`, but at least 0 and at most `most`: what of a tile lies inside of a tensor.
 template <class Count>
 __device__ inline int within(Count left, int most) {
     return left < 0 ? 0 : left < most ? int(left) : most;
 }
 
-// A tensor at the thread's first piece of the first tile of a sequence.
+// A tensor of channels, at the thread's first piece of the first tile of a sequence.
 template <class Pointer>
-struct Rows {
+struct Pieces {
     Pointer first;
-    i64 channel, time;
+    i64 channel, time;  // strides
 
-    __device__ Rows(Pointer start, Strides3 strides, int batch, int from_channel, int from_time)
-        : first(nullptr), channel(CHANNEL_LAST && ALIGNED ? 1 : strides.channel),
-          time(!CHANNEL_LAST && ALIGNED ? 1 : strides.time) {
+    __device__ Pieces(const ChannelTensor<Pointer>& tensor, int batch, int from_channel, int from_time)
+        : first(nullptr), channel(CHANNEL_LAST && ALIGNED ? 1 : tensor.channel),
+          time(!CHANNEL_LAST && ALIGNED ? 1 : tensor.time) {
         const Piece piece(0);
-        if (start)
-            first = start + batch * strides.batch + (from_channel + piece.channel) * channel +
+        if (tensor.data)
+            first = tensor.data + batch * tensor.batch + (from_channel + piece.channel) * channel +
                     (from_time + piece.time) * time;
     }
 
@@ -120,7 +135,7 @@ struct Rows {
     }
     __device__ i64 along() const { return CHANNEL_LAST ? channel : time; }
 
-    // Zeros where there is nothing.
+    // Piece `number` of the tile that begins at step `tile`. The elements from `count` on are zeros.
     template <class Step>
     __device__ Values load(int number, Step tile, int count) const {
         Values values;
@@ -153,48 +168,48 @@ struct Rows {
     }
 };
 
-// B or C: pieces along time, of a batch, a group and a sequence, at the thread's state.
+// B or C of a CTA's batch, group and sequence, at the thread's state.
 struct Projection {
     const Storage* first;
-    i64 state, time;
-    bool whole;  // pieces lie in one and on 16 bytes
+    i64 state, time;  // strides
+    bool contiguous;
 
-    __device__ Projection(const Storage* start, Strides4 strides, const Place& at, bool whole)
-        : state(strides.state), time(whole ? 1 : strides.time), whole(whole) {
-        first = start + at.batch * strides.batch + at.group * strides.group + at.begin * strides.time +
+    __device__ Projection(const ProjectionTensor& tensor, const CtaRange& range)
+        : state(tensor.state), time(tensor.contiguous ? 1 : tensor.time), contiguous(tensor.contiguous) {
+        first = tensor.data + range.batch * tensor.batch + range.group * tensor.group + range.begin * tensor.time +
                 threadIdx.x % CAPACITY * state;
     }
 };
 
 enum : int {
-    STAGED_PIECES = TIMES / IN_16_BYTES,     // of a state
-    STAGED_APART = THREADS / CAPACITY,  // those of a thread
+    STAGED_PIECES = TIMES / IN_16_BYTES,  // of a state
+    STAGED_APART = THREADS / CAPACITY,    // those of a thread
     STAGED_PER_THREAD = (2 * STAGED_PIECES + STAGED_APART - 1) / STAGED_APART,
 };
 static_assert(THREADS % CAPACITY == 0);
 
-// B and C of a tile, which become floats [step][state] in shared memory.
-struct Staged {
+// A thread's pieces of B and C of a tile, on their way from global memory to floats [B, C][step][state] in shared memory.
+struct ProjectionTile {
     Chunk<Element, IN_16_BYTES> piece[STAGED_PER_THREAD];
 
     static __device__ int number(int i) { return int(threadIdx.x) / CAPACITY + STAGED_APART * i; }
 
-    // Of states from `state` to `states`, and of `times` steps from `tile` on; zeros else.
+    // States [state, states) and `times` steps from `tile` on; zeros elsewhere.
     template <class Step>
     __device__ void load(const Projection& b, const Projection& c, int state, int states, Step tile, int times) {
         const bool in = state + int(threadIdx.x % CAPACITY) < states;
 #pragma unroll
         for (int i = 0; i < STAGED_PER_THREAD; i++) {
             const int t = number(i) % STAGED_PIECES * IN_16_BYTES;
-            const bool inward = number(i) < STAGED_PIECES;
+            const bool of_B = number(i) < STAGED_PIECES;
 #pragma unroll
             for (int word = 0; word < 4; word++) piece[i].word[word] = 0;
             if (!in || number(i) >= 2 * STAGED_PIECES || t >= times) continue;
-            const Storage* const first = inward ? b.first + state * b.state : c.first + state * c.state;
-            if ((inward ? b.whole : c.whole) && t + IN_16_BYTES <= times) {
+            const Storage* const first = of_B ? b.first + state * b.state : c.first + state * c.state;
+            if ((of_B ? b.contiguous : c.contiguous) && t + IN_16_BYTES <= times) {
                 piece[i] = get_words<Element, IN_16_BYTES>(reinterpret_cast<const unsigned*>(first + tile + t));
             } else {
-                const i64 along = inward ? b.time : c.time;
+                const i64 along = of_B ? b.time : c.time;
 #pragma unroll
                 for (int k = 0; k < IN_16_BYTES; k++)
                     if (t + k < times) piece[i].put(k, first[(tile + t + k) * along]);
@@ -202,23 +217,19 @@ struct Staged {
         }
     }
 
-    // To [B, C][step][state].
-    __device__ void store(float* to) const {
+    __device__ void store(float* shared) const {
 #pragma unroll
         for (int i = 0; i < STAGED_PER_THREAD; i++) {
             if (number(i) >= 2 * STAGED_PIECES) continue;
-            float* const from = to + number(i) * IN_16_BYTES * CAPACITY + threadIdx.x % CAPACITY;
+            float* const to = shared + number(i) * IN_16_BYTES * CAPACITY + threadIdx.x % CAPACITY;
 #pragma unroll
-            for (int k = 0; k < IN_16_BYTES; k++) from[k * CAPACITY] = piece[i].get(k);
+            for (int k = 0; k < IN_16_BYTES; k++) to[k * CAPACITY] = piece[i].get(k);
         }
     }
 };
 
-// 2^x, for a gate. The GPU's approximation errs by up to two units in the last place, and alike for like gates; a gate near
-// 1 lets that add up over as many steps as a state lasts. So where the element is not narrow, the part of x that is in
-// [-1/4, 0] goes through a polynomial, right to a unit, and the approximation gets the rest, mostly 0, of which it makes 1.
-// What is left of its error adds up over 6 steps. A choice between the two would take as many instructions, and wait for
-// a predicate, of which the compiler has one to spare.
+// 2^x, for a gate. float32 takes a polynomial for the part of x in [-1/4, 0] and the GPU's approximation for the rest, because
+// the approximation errs alike for like gates, which adds up (notes/README.md, "float32 gradients of A").
 __device__ inline float gate_of(float x) {
     if constexpr (NARROW) return fast_exp2(x);
     const float s = clamped_product(x, -4);

@@ -153,8 +153,7 @@ def _arguments(
 
     from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
 
-    names = {"cu_seqlens": "offsets"}
-    given = [tensors.get(names.get(name, name)) for name in Arguments._fields]
+    given = [tensors.get(name) for name in Arguments._fields]
     found = Arguments(*given)  # type: ignore[arg-type]
     left = tensors.get("initial_grad")
     if found.initial_state is None and left is not None:  # zeros have a gradient, too

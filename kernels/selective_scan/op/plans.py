@@ -197,7 +197,7 @@ def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None
         u, delta, A, B, C, D, z, bias, initial, bounds = given
         tensors = {
             "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": bias,
-            "initial_state": initial, "offsets": bounds,
+            "initial_state": initial, "cu_seqlens": bounds,
         }  # fmt: skip
         for name in gaps:
             tensors[name] = _dense(tensors[name])

@@ -36,8 +36,8 @@ def wide(trial: cases.Trial) -> tuple[list[Tensor | None], Tensor]:
 
 
 def bounds(trial: cases.Trial) -> Tensor:
-    offsets = trial.inputs["offsets"]
-    return torch.tensor([0, trial.shape[2]]) if offsets is None else offsets
+    cu_seqlens = trial.inputs["cu_seqlens"]
+    return torch.tensor([0, trial.shape[2]]) if cu_seqlens is None else cu_seqlens
 
 
 @pytest.mark.parametrize(("shape", "setting"), TRIALS, ids=str)
@@ -107,9 +107,9 @@ def _tensor(given: Mapping[str, Tensor | None], name: str) -> Tensor:
 
 def unsolved(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
     """What is asked of a problem, all zero: of large problems in no time."""
-    offsets, (u, A, B) = given["offsets"], (_tensor(given, name) for name in ("u", "A", "B"))
+    cu_seqlens, (u, A, B) = given["cu_seqlens"], (_tensor(given, name) for name in ("u", "A", "B"))
     batch, channels, time = u.shape
-    sequences = 1 if offsets is None else len(offsets) - 1
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
     of_states = batch, sequences, channels, A.shape[1]
     results = {name: torch.zeros_like(u) for name in ("out", "u_grad", "delta_grad")}
     results |= {name: torch.zeros(of_states) for name in ("final_state", "initial_grad")}
