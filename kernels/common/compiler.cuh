@@ -14,8 +14,8 @@ __device__ inline float chosen(bool first, float a, float b) {
     return x;
 }
 
-// The same word, of which the compiler does not know that it has seen it before. What is computed from it is computed anew, and
-// takes no registers in between.
+// The same word, of which the compiler does not know that it has seen it before. What is computed from it is computed anew,
+// and takes no registers in between.
 __device__ inline unsigned opaque(unsigned word) {
     asm volatile("" : "+r"(word));
     return word;

@@ -10,8 +10,8 @@ __device__ inline u64 leaves_last() {
     return policy;
 }
 
-// Copy 16 bytes if `wanted`. Only the first `bytes` of them are read, and the others are zeros. HINTED copies ask the L2 to let the
-// lines leave last.
+// Copy 16 bytes if `wanted`. Only the first `bytes` of them are read, and the others are zeros. HINTED copies ask the L2 to
+// let the lines leave last.
 template <bool HINTED>
 __device__ inline void copy_async_first(void* to, const void* from, int bytes, bool wanted) {
     const unsigned shared = unsigned(__cvta_generic_to_shared(to));

@@ -1,5 +1,5 @@
-// Functions of numbers in one instruction. Approximations are right to nearly all bits of a float unless they say otherwise, and
-// take subnormal numbers for zero.
+// Functions of numbers in one instruction. Approximations are right to nearly all bits of a float unless they say otherwise,
+// and take subnormal numbers for zero.
 #pragma once
 
 __device__ inline float fast_exp2(float x) {

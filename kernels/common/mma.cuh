@@ -1,9 +1,10 @@
 // Products of matrices on tensor cores, one instruction of a warp each.
 //
-// acc += A·B. A is 16 × 16 of 16 bits, or 16 × 8 of 32; B is 8 columns wide. A lane has two words of row lane / 4 of A, x and z,
-// and two of the row that is eight further, y and w; and two words of column lane / 4 of B. Which values of a row or column these
-// words are is the caller's choice, if it is the same for A and B: for mma_tf32 in order, they are values lane % 4 and
-// lane % 4 + 4. Of acc a lane has columns 2 · (lane % 4) and the next of row lane / 4, and the same of the row eight further.
+// acc += A·B. A is 16 × 16 of 16 bits, or 16 × 8 of 32; B is 8 columns wide. A lane has two words of row lane / 4 of A, x
+// and z, and two of the row that is eight further, y and w; and two words of column lane / 4 of B. Which values of a row or
+// column these words are is the caller's choice, if it is the same for A and B: for mma_tf32 in order, they are values lane
+// % 4 and lane % 4 + 4. Of acc a lane has columns 2 · (lane % 4) and the next of row lane / 4, and the same of the row eight
+// further.
 #pragma once
 
 __device__ inline void mma_bfloat16(float (&acc)[4], uint4 a, uint2 b) {

@@ -2,7 +2,8 @@
 #pragma once
 #include "../common/copy.cuh"
 
-// Whether copies have the hint: not where NVRTC would give the hint a wrong register (linear_scan/notes/launching.md; ci/gates.py).
+// Whether copies have the hint: not where NVRTC would give the hint a wrong register (linear_scan/notes/launching.md;
+// ci/gates.py).
 #if MISALIGNED && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else

@@ -1,4 +1,5 @@
-// Loads and stores that are predicated, where the compiler would branch, and then wait for each load before it starts the next.
+// Loads and stores that are predicated, where the compiler would branch, and then wait for each load before it starts the
+// next.
 //
 // What is not wanted stays as it was. All but those of the state read what no thread writes.
 #pragma once
