@@ -147,7 +147,7 @@ class Trial:
             return self._update(aligned)
         layout, direction = _KERNELS[kernel]
         tensors: dict[str, Tensor | None] = {}
-        for name in ("weight", "bias", "initial_state", "seq_idx", "offsets"):
+        for name in ("weight", "bias", "initial_state", "seq_idx", "cu_seqlens"):
             tensors[name] = _copy(self.inputs[name])
         if direction == "backward":
             tensors["final_state_grad"] = _copy(self.inputs["final_state_grad"])
@@ -324,7 +324,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "bias": torch.randn(channels).to(weights) if setting.bias else None,
         "initial_state": new(*of_state) if setting.starts else None,
         "seq_idx": _numbered(batch, time) if setting.indexed else None,
-        "offsets": _bounds(setting.sequences, time) if setting.sequences else None,
+        "cu_seqlens": _bounds(setting.sequences, time) if setting.sequences else None,
         "y_grad": new(*shape),
         "final_state_grad": new(*of_state) if setting.ends else None,
     }
@@ -332,7 +332,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         name: t.double() if t is not None and t.is_floating_point() else t
         for name, t in given.items()
     }
-    runs = reference.Runs(wide["seq_idx"], wide["offsets"])
+    runs = reference.Runs(wide["seq_idx"], wide["cu_seqlens"])
     filters = _there(wide["weight"]), wide["bias"], wide["initial_state"]
     x = _there(wide["x"])
     y, final = reference.forward(x, *filters, runs, setting.silu, setting.ends)

@@ -6,14 +6,14 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_conv1d_channel_last_forward(const Storage* x, const void* weight, const void* bias,
-                                   const Storage* initial_state, const int* seq_idx, const i64* offsets, Storage* y,
+                                   const Storage* initial_state, const int* seq_idx, const i64* cu_seqlens, Storage* y,
                                    Storage* final_state, i64 batches, i64 channels, i64 length, i64 taps,
                                    i64 sequences, i64 x_batch, i64 x_channel, i64 x_time, i64 y_batch, i64 y_channel,
                                    i64 y_time, i64 lane_bits, i64 steps, i64 pieces, i64 flags) {
     const Tile tile(channels, length, lane_bits, steps, pieces);
     const int width = int(taps), slots = width - 1;
-    const Runs runs(seq_idx, offsets, sequences, length, taps, tile.batch);
-    const Lines lines{channels, tile.channel, slots};
+    const Runs runs(seq_idx, cu_seqlens, sequences, length, taps, tile.batch);
+    const States states{channels, tile.channel, slots};
     const Storage* const in = x + tile.batch * x_batch + tile.channel;
     Storage* out = y + tile.batch * y_batch + tile.first * y_time + tile.channel;
 
@@ -36,7 +36,7 @@ causal_conv1d_channel_last_forward(const Storage* x, const void* weight, const v
         if (near_an_end) {
             place = runs.at(t, number);
             if (place.before < slots)
-                shown.enter(place, lines.of(initial_state, place.entering), width);
+                shown.enter(place, states.of(initial_state, place.entering), width);
         }
         float sum[VECTOR];
         shown.convolve(sum, filters, width);
@@ -46,7 +46,7 @@ causal_conv1d_channel_last_forward(const Storage* x, const void* weight, const v
         out += y_time, t++;
         if (near_an_end) {
             if (place.ahead) return;
-            Storage* const after = lines.of(final_state, place.leaving);
+            Storage* const after = states.of(final_state, place.leaving);
             if (!after) return;
 #pragma unroll
             for (int j = 0; j < TAPS - 1; j++)

@@ -6,7 +6,7 @@
 //
 // Steps of one sequence form a run. Before the first step of a run come the width - 1 inputs of its state, or zeros.
 // ALIGNED kernels know one run only, all of time. The others also know of seq_idx, where a run ends wherever the number
-// changes and numbers below zero mark padding, and of offsets, between which sequences are packed.
+// changes and numbers below zero mark padding, and of cu_seqlens, between which sequences are packed.
 #pragma once
 #include "../common/element.cuh"
 #include "../common/global_memory.cuh"
@@ -16,6 +16,14 @@ using Element = ELEMENT;
 using Storage = Element::Storage;
 
 enum : int { THREADS = 32 * WARPS, SIZE = sizeof(Storage) };
+
+// A tensor of (batch, channel, time).
+template <class Pointer>
+struct Strided {
+    Pointer data;
+    i64 batch, channel, time;  // strides
+};
+
 // Bits of the argument `flags`.
 enum : i64 { SILU = 1, WIDE_WEIGHTS = 2 };
 
@@ -80,25 +88,25 @@ struct Place {
 // Where runs begin and end, in one batch. `index` is the batch's line of seq_idx.
 struct Runs {
     const int* index;
-    const i64* offsets;
+    const i64* cu_seqlens;
     int count, time, width, batch;
 
-    __device__ Runs(const int* seq_idx, const i64* offsets, i64 sequences, i64 time, i64 width, i64 batch)
-        : index(seq_idx ? seq_idx + batch * time : nullptr), offsets(offsets), count(int(sequences)), time(int(time)),
+    __device__ Runs(const int* seq_idx, const i64* cu_seqlens, i64 sequences, i64 time, i64 width, i64 batch)
+        : index(seq_idx ? seq_idx + batch * time : nullptr), cu_seqlens(cu_seqlens), count(int(sequences)), time(int(time)),
           width(int(width)), batch(int(batch)) {}
 
     // Of a step that there is. `number` is that of a packed sequence near it, from which the search goes on. Whatever the
-    // offsets are, what is found is within the tensors.
+    // cu_seqlens are, what is found is within the tensors.
     __device__ Place at(int t, int& number) const {
         Place place{t, time - 1 - t, batch, batch, false};
         if constexpr (ALIGNED) return place;
-        if (offsets) {
+        if (cu_seqlens) {
 #pragma unroll 1
-            while (number > 0 && offsets[number] > t) number--;
+            while (number > 0 && cu_seqlens[number] > t) number--;
 #pragma unroll 1
-            while (number + 1 < count && offsets[number + 1] <= t) number++;
-            place.before = int(larger(smaller(t - offsets[number], t), 0));
-            place.ahead = int(larger(smaller(offsets[number + 1] - 1 - t, time - 1 - t), 0));
+            while (number + 1 < count && cu_seqlens[number + 1] <= t) number++;
+            place.before = int(larger(smaller(t - cu_seqlens[number], t), 0));
+            place.ahead = int(larger(smaller(cu_seqlens[number + 1] - 1 - t, time - 1 - t), 0));
             place.entering = place.leaving = number;
         } else if (index) {
             const int own = index[t];
@@ -116,12 +124,12 @@ struct Runs {
     }
     // The packed sequence that holds a step.
     __device__ int number(int t) const {
-        if (ALIGNED || !offsets) return 0;
+        if (ALIGNED || !cu_seqlens) return 0;
         int low = 0, high = count;
 #pragma unroll 1
         while (high - low > 1) {
             const int middle = low + (high - low) / 2;
-            if (offsets[middle] <= t) low = middle;
+            if (cu_seqlens[middle] <= t) low = middle;
             else high = middle;
         }
         return low;
@@ -129,7 +137,7 @@ struct Runs {
 };
 
 // Where a channel's inputs stand in the states of batches or sequences.
-struct Lines {
+struct States {
     i64 channels, channel;
     int slots;  // inputs of each
 

@@ -7,7 +7,7 @@ Tensors, with W the width of the filter:
     initial_state       (B, D, W-1)    the inputs before the first step; with packed sequences (S, D, W-1)
     final_state         likewise       the last W-1 inputs, those of the initial state among them
     seq_idx             (B, L) int32   where it changes along time, a sequence ends; below zero is padding
-    offsets             (S+1,) int64   between which sequences are packed along time; B is 1 then
+    cu_seqlens          (S+1,) int64   between which sequences are packed along time; B is 1 then
     partials            (pieces, W+1, D) float32, sums of a backward kernel for the gradients of weight and bias
 """
 

@@ -46,7 +46,7 @@ FOLDER = Path(__file__).parent
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 LAYOUTS: tuple[Layout, ...] = ("time_last", "channel_last")
 
-_INPUTS = ("x", "weight", "bias", "initial_state", "seq_idx", "offsets")
+_INPUTS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 _POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (*_INPUTS, "y", "final_state"),
     "backward": (

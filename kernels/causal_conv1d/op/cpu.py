@@ -135,7 +135,7 @@ def run(
         return [tensors.get(name) for name in names]
 
     like: Any = of("x", "weight")
-    inputs = of("weight", "bias", "initial_state", "seq_idx", "offsets")
+    inputs = of("weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
     sizes = problem.batch, problem.channels, problem.time, problem.width
     if isinstance(problem, UpdateProblem):
         strided = of("x", "state", "y")

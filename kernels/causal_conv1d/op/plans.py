@@ -269,7 +269,7 @@ def plan_forward(*arguments: Any) -> Callable[..., Any]:
                 "bias": bias if bias is None else bias.contiguous(),
                 "initial_state": state,
                 "seq_idx": seq_idx,
-                "offsets": bounds,
+                "cu_seqlens": bounds,
                 "y": y,
                 "final_state": last,
             }
@@ -363,7 +363,7 @@ def plan_backward(*arguments: Any) -> Callable[..., Any]:
                 "bias": bias if bias is None else bias.contiguous(),
                 "initial_state": state,
                 "seq_idx": seq_idx,
-                "offsets": bounds,
+                "cu_seqlens": bounds,
                 "final_state_grad": last,
                 "x_grad": x_grad,
                 "initial_state_grad": state_grad,
