@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import distributed
 from scan_registry.distributed import opening
-from scan_registry.kernels.linear_scan.op import autograd as derivatives
+from scan_registry.ops import call
 
 #: Operators whose result is a number of the CPU, or has a size that the values decide.
 READS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select")
@@ -65,8 +65,8 @@ def counted() -> Iterator[Counts]:
         for name in METHODS:
             stack.enter_context(patch.object(Tensor, name, watched(name)))
         # The mode only watches, so nothing has to go through the dispatcher because of it.
-        stack.enter_context(patch.object(derivatives, "dispatch_modes", lambda: 0))
-        stack.enter_context(patch.object(derivatives, "OBSERVERS", ()))
+        stack.enter_context(patch.object(call, "dispatch_modes", lambda: 0))
+        stack.enter_context(patch.object(call, "OBSERVERS", ()))
         stack.enter_context(counts)
         yield counts
 
