@@ -248,7 +248,7 @@ class Run(reduce.Run):
         summary.forward_row(row, gates, tokens, self._summary_options, self.part.tail)
 
     def scan(
-        self, tensors: Any, entered: Tensor | None, wants: int
+        self, tensors: Any, entered: Tensor | None, summary: None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         gates, tokens, initial = tensors
         options = self.options._replace(final=self.final and self.sequences is not None)

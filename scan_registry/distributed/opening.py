@@ -130,6 +130,7 @@ class Opened(NamedTuple):
     equal  whether the headers are equal, on the GPU; None where they were read
     nan    NaN on the same device, in the rows' dtype
     headers  the words of all ranks' headers, and more
+    summary  what this rank computed for its row and needs again after the exchange; None for nothing
     """
 
     local: tuple[tuple[int, ...], ...] | None
@@ -137,6 +138,7 @@ class Opened(NamedTuple):
     equal: Tensor | None = None
     nan: Tensor | None = None
     headers: Tensor | None = None
+    summary: Any = None
 
     @property
     def numbers(self) -> Tensor:

@@ -98,12 +98,12 @@ class Run(ABC):
     # --- Of each operator --------------------------------------------------------------------
 
     @abstractmethod
-    def summary(self, tensors: Any, row: Tensor) -> None:
-        """Write the summary of ``part.tail`` into ``row``."""
+    def summary(self, tensors: Any, row: Tensor) -> Any:
+        """Write the summary of ``part.tail`` into ``row``. The result is for ``scan``."""
 
     @abstractmethod
     def scan(
-        self, tensors: Any, entered: Tensor | None, wants: int
+        self, tensors: Any, entered: Tensor | None, summary: Any, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         """The output, the final states if sequences are packed and final states wanted, and what the backward pass needs to
         make the gradients that this rank wants."""
@@ -175,8 +175,14 @@ class Run(ABC):
         return self._exchange(self._opening_of(terms, 2), tensors, read)
 
     def _exchange(self, first: Opening, tensors: Tensors, read: bool) -> Opened:
+        summary = None
+
+        def make(row: Tensor) -> None:
+            nonlocal summary
+            summary = self.summary(tensors, row)
+
         with torch.no_grad():
-            return first.exchange(lambda row: self.summary(tensors, row), read=read)
+            return first.exchange(make, read=read)._replace(summary=summary)
 
     # --- States of one sequence and of all ---------------------------------------------------
 
@@ -242,7 +248,7 @@ class Run(ABC):
             before = self.of_sequence(initial, part.enters)
             carry = fold(gathered, self._ranks(part.earlier), before, self.one_state)
             entered = self.with_sequence(initial, part.enters, _own(opened, carry))
-        out, last, saved = self.scan(tensors, entered, wants)
+        out, last, saved = self.scan(tensors, entered, opened.summary, wants)
         if not self.final:
             return out, None, saved
         if self.sequences is not None:

@@ -1,7 +1,8 @@
 """``selective_scan`` of a sequence whose time is cut between the ranks of a group.
 
 Forward each rank scans its part twice. The first scan starts from zero and makes the part's summary: the product of the gates,
-and the last state. The second scan starts from the state before the part.
+and the last state. The second scan starts from the state before the part. Both scans work on chunks of the part at once
+(``selective_chunks``), unless sequences are packed.
 
 Backward nothing is read twice on a GPU, unless sequences are packed. The kernel ``adjoint``, which the backward pass of few
 channels runs in any case, tells what the gradient of the state before a part is, for any gradient of the state after it. Ranks
@@ -20,10 +21,12 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts, reduce
+from scan_registry.distributed import selective_chunks as chunks
 from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
+from scan_registry.distributed.selective_chunks import Summary
 from scan_registry.kernels.linear_scan.op.autograd import unobserved
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.op import plans
@@ -250,35 +253,50 @@ def _initial(initial: Any, arguments: Arguments, bounds: tuple[int, ...] | None)
 
 
 class Run(reduce.Run):
-    """``tensors`` are those of ``_NAMES``. The backward pass needs all of them, the state that the part started from, and the
+    """``tensors`` are those of ``_NAMES``. The backward pass needs all of them, the states that the chunks started from, and the
     kernel's checkpoints."""
 
     options: Options
 
-    def summary(self, tensors: Any, row: Tensor) -> None:
+    def summary(self, tensors: Any, row: Tensor) -> Summary:
         arguments = _steps(Arguments._make((*tensors, None)), self.part.tail)
-        arguments = arguments._replace(D=None, z=None, initial_state=None)
+        count = 1 if self.bounds is not None else chunks.chunk_count(arguments)
+        arguments = chunks.chunks_of(arguments._replace(D=None, z=None, initial_state=None), count)
         last = plans.forward(arguments, self.options, False).last
-        _write(row, _decays(summed_sizes(arguments, self.options), arguments.A), last)
+        products = _decays(summed_sizes(arguments, self.options), arguments.A)
+        summary = Summary(*(x.unflatten(0, (-1, count)) for x in (products, last)))
+        summary.write(row)
+        return summary
 
     def scan(
-        self, tensors: Any, entered: Tensor | None, wants: int
+        self, tensors: Any, entered: Tensor | None, summary: Summary | None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
+        count = 1 if summary is None else summary.totals.shape[1]
+        if summary is not None and count > 1:
+            entered = summary.before(entered)
         arguments = Arguments._make((*tensors[:-1], entered, self.bounds))
-        outputs = plans.forward(arguments, self.options, bool(wants))
-        return outputs.out, outputs.last, (*tensors, entered, outputs.checkpoints)
+        outputs = plans.forward(chunks.chunks_of(arguments, count), self.options, bool(wants))
+        out = chunks.joined(outputs.out, count)
+        if count > 1:  # No view: users could not change a view that a function returns in place.
+            out = out.detach()
+        return out, outputs.last, (*tensors, entered, outputs.checkpoints)
 
     def zeros(self, saved: Any) -> Tensor:
         return torch.zeros_like(saved[0])
 
-    def _arguments(self, saved: Any) -> Arguments:
-        """The arguments of the second scan."""
+    def _chunks(self, saved: Any, out_grad: Tensor) -> tuple[int, Arguments, Tensor]:
+        """The number of chunks, the arguments of the second scan of all, and the gradients of their outputs."""
         *tensors, _, entered, _ = saved
-        return Arguments._make((*tensors, entered, self.bounds))
+        batch = tensors[0].shape[0]
+        count = 1 if entered is None or not batch else entered.shape[0] // batch
+        arguments = chunks.chunks_of(Arguments._make((*tensors, entered, self.bounds)), count)
+        return count, arguments, chunks.chunked(out_grad, count)
 
-    def backward_summary(self, saved: Any, out_grad: Tensor, row: Tensor) -> plans.Adjoints | None:
-        """The result is what the kernel ``adjoint`` has computed, if it can serve for all steps."""
-        arguments, checkpoints = self._arguments(saved), saved[-1]
+    def backward_summary(
+        self, saved: Any, out_grad: Tensor, row: Tensor
+    ) -> tuple[Summary, plans.Adjoints | None] | None:
+        """The result is of the chunks, and what the kernel ``adjoint`` has computed; None if sequences are packed."""
+        (count, arguments, out_grad), checkpoints = self._chunks(saved, out_grad), saved[-1]
         if self.bounds is not None:
             arguments = _steps(arguments._replace(initial_state=None), self.part.head)
             out_grad, checkpoints = _cut(out_grad, self.part.head), checkpoints.new_empty(0)
@@ -288,30 +306,36 @@ class Run(reduce.Run):
                 before = _gradient_before(arguments, checkpoints, out_grad, self.options)
                 products = _decays(summed_sizes(arguments, self.options), arguments.A.conj())
             else:
-                before = _composed(adjoints, arguments.A)
+                decays = _decays(adjoints.sizes, arguments.A)
+                before = Summary(decays, adjoints.gradients, True).after(None)[-1]
                 products = _decays(adjoints.sizes.sum(1), arguments.A)
-        _write(row, products, before)
-        return adjoints if self.bounds is None else None
+        products, before = (x.unflatten(0, (-1, count)) for x in (products, before))
+        summary = Summary(products, before, True)
+        summary.write(row)
+        return (summary, adjoints) if self.bounds is None else None
 
     def gradients(
         self,
         saved: Any,
         out_grad: Tensor,
         behind: Tensor | None,
-        summary: plans.Adjoints | None,
+        summary: tuple[Summary, plans.Adjoints | None] | None,
         wanted: tuple[bool, ...],
     ) -> Tensors:
-        arguments = self._arguments(saved)
+        count, arguments, out_grad = self._chunks(saved, out_grad)
+        of_chunks, adjoints = summary or (None, None)
+        if of_chunks is not None and count > 1:
+            behind = of_chunks.before(behind)
         exists = tuple(
             w and t is not None for w, t in zip(wanted, arguments.differentiable, strict=True)
         )
         with policy.as_required(self.required):
             tensors = arguments, saved[-1], out_grad, behind
             if unobserved(*arguments, out_grad, behind):
-                grads = plans.backward(*tensors, self.options, exists, summary)
+                grads = plans.backward(*tensors, self.options, exists, adjoints)
             else:
                 grads = first_derivative(*tensors, self.options, exists)
-        pairs = zip(grads, saved[:-2], strict=True)
+        pairs = zip(chunks.whole_gradients(grads, count), saved[:-2], strict=True)
         return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in pairs)
 
     def differentiable(
@@ -343,25 +367,9 @@ def _cut(x: Any, steps: parts.Steps | None) -> Any:
     return x if x is None or steps is None else x.narrow(-1, steps[0], steps[1] - steps[0])
 
 
-def _write(row: Tensor, products: Tensor, states: Tensor) -> None:
-    half = row.numel() // 2
-    row[:half].copy_(products.reshape(-1))
-    row[half:].copy_(states.reshape(-1))
-
-
 def _decays(sizes: Tensor, A: Tensor) -> Tensor:
     """The products of the gates of steps whose sizes add up to ``sizes``, (…, channels)."""
     return torch.exp(sizes.unsqueeze(-1) * A)
-
-
-def _composed(adjoints: plans.Adjoints, A: Tensor) -> Tensor:
-    """The gradient of the state before the first of the kernel's parts, if that behind the last one is zero."""
-    decays, gradients = _decays(adjoints.sizes, A), adjoints.gradients
-    *others, last = range(gradients.shape[1])
-    gradient = gradients[:, last]
-    for part in reversed(others):
-        gradient = torch.addcmul(gradients[:, part], decays[:, part], gradient)
-    return gradient
 
 
 def _gradient_before(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +15,7 @@ from distributed_cases import close, summed
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, selective_scan
-from scan_registry.distributed import opening
+from scan_registry.distributed import opening, selective_chunks
 from scan_registry.distributed.group import resolve
 from scan_registry.distributed.selective import Run
 from scan_registry.kernels.gated_scan.kinds import KINDS
@@ -63,12 +65,14 @@ class Selective:
     """A ``selective_scan`` of all ranks' steps, with all that it takes or the least.
 
     groups    of B and of C; 0 for one that does not change with time
+    chunks    the most chunks of a rank's part, once for each
     sequences that are packed, if any are: 3 or 1
     """
 
     groups: tuple[int, int]
     packed: bool = False
     every: bool = True
+    chunks: tuple[int, ...] = (1, 4)
     softplus: bool = True
     complex_numbers: bool = False
     sequences: int = 3
@@ -108,10 +112,19 @@ def _with_gradient(x: Any) -> Any:
     return None if x is None else x.clone().requires_grad_()
 
 
+def _chunk_count(most: int, arguments: Any) -> int:
+    """At most so many chunks, of a few steps each."""
+    time = arguments.u.shape[-1]
+    return most if time and time % most == 0 else 1
+
+
 @contextmanager
-def _known(known: bool, group: Any) -> Iterator[None]:
-    """Calls by the plan of the call before, as over NCCL, or of a new kind."""
-    with patch.object(opening, "_reading_waits", lambda place: known):
+def _by(chunks: int, known: bool, group: Any) -> Iterator[None]:
+    """Calls of at most so many chunks. ``known``: by the plan of the call before, as over NCCL."""
+    with (
+        patch.object(opening, "_reading_waits", lambda place: known),
+        patch.object(selective_chunks, "chunk_count", partial(_chunk_count, chunks)),
+    ):
         if not known:
             resolve(group).session.plans.clear()
             resolve(group).session.agreed.clear()
@@ -141,13 +154,13 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
     out, last = selective_scan(*leaves[:8], softplus, leaves[8], **how)
     used = [x for x in leaves if x is not None]
     wanted = torch.autograd.grad(sum(losses(out, last, weights)), used)
-    for known in (False, True):
+    for chunks, known in product(case.chunks, (False, True)):
         mine = [
             _with_gradient(cut(x) if n in case.timed and x is not None else x)
             for n, x in enumerate(given)
         ]
         used = [x for x in mine if x is not None]
-        with _known(known, group):
+        with _by(chunks, known, group):
             here, end = distributed.selective_scan(*mine[:8], softplus, mine[8], group=group, **how)
             close(here, cut(out))
             close(end, last)
@@ -161,12 +174,12 @@ def selective(rank: int, ranks: int, group: Any, case: Selective) -> None:
                 close(summed(next(found), group), next(of_whole))
 
 
-def selective_outputs(rank: int, ranks: int, group: Any) -> None:
+def selective_outputs(rank: int, ranks: int, group: Any, chunks: int) -> None:
     """What is returned can be changed in place, and what is kept for the backward pass keeps no more memory than it has."""
     u = torch.randn(1, 8, 4, dtype=torch.float64, requires_grad=True)
     rates, B = -torch.rand(8, 3, dtype=torch.float64), torch.randn(1, 3, 4, dtype=torch.float64)
     how: Any = {"group": group, "return_final_state": True}
-    with _known(False, group):
+    with _by(chunks, False, group):
         out, last = distributed.selective_scan(u, u, rates, B, B, **how)
     node: Any = out.grad_fn
     for kept in node.saved_tensors:
@@ -178,7 +191,9 @@ def selective_outputs(rank: int, ranks: int, group: Any) -> None:
     assert torch.equal(found, wanted)
 
 
-def selective_beginnings(rank: int, ranks: int, group: Any, lengths: list[int]) -> None:
+def selective_beginnings(
+    rank: int, ranks: int, group: Any, chunks: int, lengths: list[int]
+) -> None:
     """Ranks with the first steps, or all, have none: the gradients of the initial state and of the final one's."""
     torch.manual_seed(9)
     time, begin = sum(lengths), sum(lengths[:rank])
@@ -191,7 +206,7 @@ def selective_beginnings(rank: int, ranks: int, group: Any, lengths: list[int]) 
     weights = torch.randn(2, 4, 3, dtype=torch.float64)
     _, last = selective_scan(*leaves[:8], True, leaves[8], return_final_state=True)
     wanted = torch.autograd.grad((last * weights).sum(), leaves, materialize_grads=True)
-    with _known(False, group):
+    with _by(chunks, False, group):
         how: Any = {"return_final_state": True, "group": group}
         _, end = distributed.selective_scan(*mine[:8], True, mine[8], **how)
         close(end, last)

@@ -107,7 +107,7 @@ SELECTIVE_LIMIT = {"float32": 1e-5, "bfloat16": 1e-2}
 #: (batch, channels, time), dtype, which ranks have how many steps, and whether sequences are packed.
 SELECTIVE: tuple[tuple[tuple[int, int, int], str, str, bool], ...] = (
     ((1, 96, 3001), "float32", "uneven", False),
-    ((1, 640, 8192), "bfloat16", "even", False),
+    ((1, 640, 8192), "bfloat16", "even", False),  # in chunks
     ((2, 100, 600), "float32", "empty", False),
     ((2, 8448, 512), "bfloat16", "even", False),
     ((1, 96, 3001), "float32", "uneven", True),

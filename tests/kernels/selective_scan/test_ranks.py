@@ -12,6 +12,7 @@ from emulated_selective_scan import Play, player
 from torch import Tensor
 
 from scan_registry.distributed import parts as parts_of_time
+from scan_registry.distributed import selective_chunks
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import Opened
 from scan_registry.distributed.selective import Run
@@ -99,13 +100,24 @@ def drawn(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize(("count", "parts"), [(1, 1), (1, 2), (2, 3), (2, 1)])
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [("time_last", torch.float32), ("time_last", torch.bfloat16), ("channel_last", torch.float32)],
     ids=str,
 )
-def test_ranks_give_what_one_gives(play: Play, layout: str, dtype: torch.dtype, parts: int) -> None:
+def test_ranks_give_what_one_gives(
+    play: Play,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    dtype: torch.dtype,
+    count: int,
+    parts: int,
+) -> None:
+    def chunk_count(arguments: Any) -> int:
+        return count if arguments.u.shape[-1] % 64 == 0 else 1  # a part of 70 steps is one chunk
+
+    monkeypatch.setattr(selective_chunks, "chunk_count", chunk_count)
     used = play(parts)
     _compare(layout, dtype, None)
     # Each rank makes its summaries twice, as its first call is stopped.
