@@ -32,7 +32,7 @@ static void forget_parts(PyObject **parts, int count) {
 
 /* --- FastLaunch: what a call does on a GPU ----------------------------------------------------- */
 
-enum { EMPTY, RESULTS, WORKSPACE, REFUSE, ELSEWHERE, RECORD, LAUNCH_PARTS }; /* described in _launcher.pyi */
+enum { EMPTY, RESULTS, WORKSPACE, REFUSE, ELSEWHERE, RECORD, RECORDING, LAUNCH_PARTS }; /* described in _launcher.pyi */
 
 typedef struct {
     PyObject_HEAD
@@ -45,12 +45,14 @@ typedef struct {
 static PyTypeObject *fast_launch_type;
 
 static PyObject *fast_launch_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"launch", "places", "empty", "results", "workspace", "refuse", "elsewhere", "record", NULL};
-    PyObject *launch, *of_tensors, *parts[LAUNCH_PARTS] = {[RECORD] = Py_None};
+    static char *names[] = {"launch", "places",    "empty",  "results",   "workspace",
+                            "refuse", "elsewhere", "record", "recording", NULL};
+    PyObject *launch, *of_tensors, *parts[LAUNCH_PARTS] = {[RECORD] = Py_None, [RECORDING] = Py_None};
     long places[MOST_TENSORS + MOST_RESULTS];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO|O:FastLaunch", names, launch_type, &launch,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!OO!OOO|OO:FastLaunch", names, launch_type, &launch,
                                      &PyTuple_Type, &of_tensors, &parts[EMPTY], &PyTuple_Type, &parts[RESULTS],
-                                     &parts[WORKSPACE], &parts[REFUSE], &parts[ELSEWHERE], &parts[RECORD]))
+                                     &parts[WORKSPACE], &parts[REFUSE], &parts[ELSEWHERE], &parts[RECORD],
+                                     &parts[RECORDING]))
         return NULL;
     const int pointers = ((Launch *)launch)->pointers, zeroed = ((Launch *)launch)->workspace;
     const Py_ssize_t count = PyTuple_Size(of_tensors), results = PyTuple_Size(parts[RESULTS]);
@@ -144,12 +146,17 @@ static PyObject *fast_launch_run(const FastLaunch *self, const Exchange *exchang
     else if (exchange->current_stream(there->device_type, there->device, &stream)) return NULL;
     else results = launched(self, exchange, addresses, stream);
     if (!results || self->parts[RECORD] == Py_None) return results;
-    PyObject *all = PyTuple_New(self->inputs + 1);
+    /* Results go in a tuple: autograd takes the tensors among its arguments for inputs. */
+    PyObject *done = PyTuple_Check(results) ? Py_NewRef(results) : PyTuple_Pack(1, results);
+    PyObject *call = done ? PyTuple_Pack(2, self->parts[RECORDING], done) : NULL;
+    PyObject *all = call ? PyTuple_New(self->inputs + 1) : NULL;
+    Py_DECREF(results);
+    Py_XDECREF(done);
     if (!all) {
-        Py_DECREF(results);
+        Py_XDECREF(call);
         return NULL;
     }
-    PyTuple_SetItem(all, 0, results);
+    PyTuple_SetItem(all, 0, call);
     for (int i = 0; i < self->inputs; i++) PyTuple_SetItem(all, i + 1, Py_NewRef(PyTuple_GetItem(tensors, i)));
     results = PyObject_CallObject(self->parts[RECORD], all);
     Py_DECREF(all);

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from scan_registry.distributed.group import Members, Session, all_gather, gather, is_capturing
 from scan_registry.distributed.headers import HEADER, LOCAL, WORDS, Terms, encoded, read_headers
-from scan_registry.kernels.linear_scan.op.autograd import PLAIN_TYPES
+from scan_registry.ops.call import PLAIN_TYPES
 from scan_registry.ops.sharded import is_dtensor
 
 __all__ = [

@@ -33,7 +33,7 @@ from scan_registry.distributed.opening import Opened, Opening, opening_of
 from scan_registry.distributed.parts import Part
 from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options
-from scan_registry.kernels.linear_scan.op.autograd import PLAIN_TYPES
+from scan_registry.ops.call import PLAIN_TYPES
 
 __all__ = ["Call", "Run", "Tensors", "fold", "scan"]
 

@@ -27,7 +27,7 @@ from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
 from scan_registry.distributed.selective_chunks import Summary
-from scan_registry.kernels.linear_scan.op.autograd import unobserved
+from scan_registry.ops.call import unobserved
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.op import plans
 from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options, normalised

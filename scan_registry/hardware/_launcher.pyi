@@ -28,8 +28,8 @@ class FastLaunch:
     workspace  likewise for the workspace; None if the launch has none
     refuse     raises the error of a status
     elsewhere  computes the results from the tensors in any context
-    record     tells autograd: called with the results and the tensors, it returns what the call returns; None if nothing
-               is to be told
+    record     tells autograd, and returns what the call returns: called with a tuple of ``recording`` and a tuple of the
+               results, and with the tensors; None if nothing is to be told
     """
 
     def __new__(
@@ -42,6 +42,7 @@ class FastLaunch:
         refuse: Callable[[int], object],
         elsewhere: Callable[..., Any],
         record: Callable[..., Any] | None = None,
+        recording: object = None,
     ) -> FastLaunch: ...
 
 #: Computes the results from the tensors; None for calls that do not take this path.

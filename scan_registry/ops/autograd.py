@@ -67,14 +67,15 @@ class Recording:
 
 
 class Recorded(Function):
-    """Tells autograd of results that are done, or if ``done`` is None of those that ``recording.compute`` makes."""
+    """Tells autograd of a call, which is a recording and a tuple of results; if this is None, ``recording.compute`` runs."""
 
     # torch looks these attributes up at each call, and finds them faster here than in its base classes.
     setup_context = staticmethod(Function.setup_context)
     clear_saved_tensors_on_access = boxed_grads_call = False
 
     @staticmethod
-    def forward(ctx: Any, recording: Recording, done: Any, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: tuple[Recording, Any], *tensors: Any) -> Any:
+        recording, done = call
         results = recording.compute(*tensors) if done is None else done
         # As ``set_materialize_grads`` and ``save_for_backward`` do, at half the cost.
         ctx.materialize_grads = False
@@ -93,10 +94,10 @@ class Recorded(Function):
         if all(grad is None for grad in grads):
             return (None,) * len(needs)
         saved = family.restored(ctx.saved_tensors)
-        wanted = needs[2 : len(needs) - family.others]
+        wanted = needs[1 : len(needs) - family.others]
         back = Pass(saved, family.with_zeros(ctx, saved, grads), options, wanted)
         found = family.first_derivative(back, recording.required)
-        return None, None, *found, *(None,) * family.others
+        return None, *found, *(None,) * family.others
 
 
 class Derivatives:
@@ -219,7 +220,7 @@ class Derivatives:
                 if not _enabled() or not wants_gradient(*self.inputs(tensors)):
                     return self.forward(tensors, options, False)
                 recording = Recording(self, options, lambda *t: self.forward(t, options, True))
-                made: Tensors = self.record(recording, None, *tensors)
+                made: Tensors = self.record((recording, None), *tensors)
                 return made
             flops.announce()
         # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
@@ -306,7 +307,7 @@ class Derivatives:
         if transforms_active() or has_tangents(*inputs):
             return self.on_composed(*args)
         if _enabled() and wants_gradient(*inputs):
-            return tuple(self.record(self.dispatched(options), None, *tensors))
+            return tuple(self.record((self.dispatched(options), None), *tensors))
         return self._below(args)
 
     def dispatched(self, options: Any) -> Recording:

@@ -160,7 +160,8 @@ def launch_from_c(
     places: Sequence[int],
     results: Sequence[tuple[Any, ...]],
     elsewhere: Callable[..., Any],
-    record: Callable[..., Any] | None,
+    record: Callable[..., Any] | None = None,
+    recording: object = None,
 ) -> FastLaunch | None:
     """The launch of a plan of ``runtime.loader`` as C makes it by itself, from the tensors of a call on a GPU; None if this
     torch lacks what that takes. ``results`` are shapes, strides and dtypes; others are as for ``FastLaunch``."""
@@ -175,4 +176,5 @@ def launch_from_c(
         refuse=prepared.refuse,
         elsewhere=elsewhere,
         record=record,
+        recording=recording,
     )

@@ -132,7 +132,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., A
     with torch.no_grad():
         run = plans.plan_forward(*tensors, how)
     if recorded:
-        run = partial(OPERATOR.record, Recording(OPERATOR, how, run), None)
+        run = partial(OPERATOR.record, (Recording(OPERATOR, how, run), None))
     if packed:
         return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
     return run

@@ -138,7 +138,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., A
     run: Callable[..., Any] = compute if how.final else lambda *tensors: compute(*tensors)[0]
     if recorded:
         recording = Recording(OPERATOR, how, compute, None if how.final else 0)
-        run = partial(OPERATOR.record, recording, None)
+        run = partial(OPERATOR.record, (recording, None))
     if checked:
         return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
     return run

@@ -43,7 +43,7 @@ class LinearScan(Recorded):
     """Saves gates, and states if gates want a gradient."""
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, *dots: Any) -> Any:
+    def jvp(ctx: Any, _: Any, *dots: Any) -> Any:
         gates_dot, tokens_dot, initial_dot, _ = dots
         # torch switches forward mode off here, for the levels around this one too, which are to see
         # what is computed; this level is not.
@@ -100,17 +100,17 @@ class _Derivatives(Derivatives):
     def under_autograd(self, *args: Any) -> Tensors:
         recorded = torch.is_grad_enabled() and wants_gradient(*args[:3])
         if recorded or has_tangents(*args[:3]):
-            return record(self.node, self.dispatched(Options(*args[4:])), None, *args[:4])
+            return record(self.node, (self.dispatched(Options(*args[4:])), None), *args[:4])
         return self._below(args)
 
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
         gates, _, initial_state, cu_seqlens = tensors
-        states = results[0] if type(results) is tuple else results
+        states = results[0]
         ctx.shape, ctx.dtype = states.shape, states.dtype
         every = gates, states, initial_state, cu_seqlens
         if ctx.recording.dispatched:
             ctx.save_for_forward(*every)
-        return every if ctx.needs_input_grad[2] else (gates, None, None, cu_seqlens)
+        return every if ctx.needs_input_grad[1] else (gates, None, None, cu_seqlens)
 
     def restored(self, saved: Tensors) -> Tensors:
         return tuple(map(_alive, saved))
@@ -196,22 +196,22 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Any:
         return None
     if cu_seqlens is not None and not plans.on_gpu(tokens):
         return None
-    recording = Recording(OPERATOR, how, None)
-    record = partial(OPERATOR.record, recording) if recorded else None
+    recording = Recording(OPERATOR, how, None, None if how.final else 0)
+    record = OPERATOR.record if recorded else None
 
     def elsewhere(*tensors: Any) -> Any:
         with torch.no_grad():
             states, last = OPERATOR.forward(tensors, how, False)
         return (states, last) if how.final else states
 
-    launch = plans.plan_launch(tensors, how, elsewhere, record)
+    launch = plans.plan_launch(tensors, how, elsewhere, record, recording)
     if launch is not None:
         return launch
     with torch.no_grad():
         compute = plans.plan_forward(gates, tokens, initial_state, cu_seqlens, how)
     if record is not None:
-        recording.compute, recording.results = compute, None if how.final else 0
-        return partial(record, None)
+        recording.compute = compute
+        return partial(record, (recording, None))
     return compute if how.final else lambda *tensors: compute(*tensors)[0]
 
 

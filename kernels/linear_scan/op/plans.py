@@ -190,9 +190,10 @@ def plan_launch(
     tensors: Sequence[Any],
     options: Options,
     elsewhere: Callable[..., Any],
-    record: Callable[..., Any] | None,
+    record: Callable[..., Any] | None = None,
+    recording: object = None,
 ) -> FastLaunch | None:
-    """The forward pass as C makes it by itself; None if Python has to take part. ``elsewhere`` and ``record`` are as for
+    """The forward pass as C makes it by itself; None if Python has to take part. The last arguments are those of
     ``FastLaunch``."""
     gates, tokens, initial_state, cu_seqlens = tensors
     if not on_gpu(tokens) or options.backend == "reference" or tokens.numel() == 0:
@@ -214,7 +215,7 @@ def plan_launch(
         names.append("final_state")
         results.append((layout.shape, layout.strides, layout.dtype))
     places = [POINTERS["forward"].index(name) for name in names]
-    return launch_from_c(plan, places, results, elsewhere, record)
+    return launch_from_c(plan, places, results, elsewhere, record, recording)
 
 
 # --- Summary ----------------------------------------------------------------------------------

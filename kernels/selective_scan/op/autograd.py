@@ -153,7 +153,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
     which = slice(2) if final else 0
     run: Callable[..., Any] = lambda *tensors: compute(*tensors)[which]  # noqa: E731
     if recorded:
-        run = partial(OPERATOR.record, Recording(OPERATOR, how, compute, 2 if final else 0), None)
+        run = partial(OPERATOR.record, (Recording(OPERATOR, how, compute, 2 if final else 0), None))
     if packed:
         return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
     return run

@@ -137,7 +137,7 @@ def _plan_fast(
         return plan
     out = torch.empty_like(given.x)
     results = [(tuple(out.shape), out.stride(), out.dtype)]
-    return launch_from_c(ready, range(len(given) + 1), results, plan, None) or plan
+    return launch_from_c(ready, range(len(given) + 1), results, plan) or plan
 
 
 def _made(given: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepared | None]:

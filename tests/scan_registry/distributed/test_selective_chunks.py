@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scan_registry.distributed import selective_chunks
-from scan_registry.ops.selective_scan_arguments import Arguments
+from scan_registry.kernels.selective_scan.op.arguments import Arguments
 
 
 class OnGpu(torch.Tensor):

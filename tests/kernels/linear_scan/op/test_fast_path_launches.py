@@ -139,10 +139,10 @@ found["wrong workspace"] = wrong(launch=other)
 found["wrong last"] = wrong(last=3)
 told = []
 context = 1000
-found["recorded"] = scan(*plan(record=lambda *all: told.append(all) or all[0]))
+found["recorded"] = scan(*plan(record=lambda *all: told.append(all) or all[0][1][0], recording="kept"))
 found["told"] = [each is other for each, other in zip(told[0][1:], (gates, tokens, None, None), strict=True)]
 context = 3000
-scan(*plan(record=lambda *all: told.append(all) or all[0]))
+scan(*plan(record=lambda *all: told.append(all) or all[0][1][0], recording="kept"))
 found["told elsewhere"] = told[1][0]
 found["no places"] = wrong(places=(0,), last=LAST)
 print(json.dumps(found))
@@ -179,7 +179,7 @@ def test_launches(tmp_path: Any) -> None:
     assert found["no places"].startswith("1 places of tensors")
     assert found["recorded"] == found["plain"]
     assert found["told"] == [True] * 4
-    assert found["told elsewhere"] == "elsewhere"
+    assert found["told elsewhere"] == ["kept", ["elsewhere"]]
 
 
 #: Scans whose launches the kernels of the CPU do, by the values that a launch has. What is planned, launched and returned is

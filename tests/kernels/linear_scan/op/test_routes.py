@@ -342,9 +342,7 @@ def test_the_operator_runs_on_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(states, expected)
     monkeypatch.setattr(plans, "on_gpu", lambda _: True)
     monkeypatch.setattr(engine, "_empty", torch.empty_strided)
-    launched = plans.plan_launch(
-        (gates, tokens, None, None), plans.Options(-2), lambda *_: states, None
-    )
+    launched = plans.plan_launch((gates, tokens, None, None), plans.Options(-2), lambda *_: states)
     assert launched is None
     assert requests == [(problem, True)] * 2
 
