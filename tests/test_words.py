@@ -24,6 +24,7 @@ NAMES: Mapping[str, str] = {
     "ToldOf": "TileDescriptor",
     "Folder": "LookbackWarp",
     "Fetched": "what was fetched, by its name",
+    "Seat": "CtaRank",
     "Carried": "RunningPrefix",
     "Passage": "RunningPrefix",
     "Entrance": "BlockPrefix",
@@ -66,7 +67,9 @@ WORDS: Mapping[str, str] = {
 #: Static parameters of kernels, and what stands in their place.
 STATICS: Mapping[str, str] = {
     "ahead": "prefix_lead",
+    "early": "aggregate_lead",
     "once": "single_wave",
+    "parts": "ctas_per_column",
     "across": "lanes_across",
     "rest": "compensated",
 }
@@ -78,6 +81,7 @@ STEMS: Mapping[str, str] = {
     "exchange": "tile_state or hidden_state_exchange",
     "tiles": "lookback",
     "once": "single_wave",
+    "shared_walk": "multi_cta_column",
     "column_walk": "column_serial",
     "fresh": "workspace_init",
     "offers": "candidates",
@@ -91,6 +95,7 @@ STEMS: Mapping[str, str] = {
 #: A name in a file in which it is right, and why.
 ALLOWED: Mapping[tuple[str, str], str] = {
     ("_MULTIPROCESSOR_COUNT", "scan_registry/hardware/device.py"): "CUDA's own name of the number",
+    ("filled", "kernels/linear_scan/multi_cta_column.cuh"): "the stage that was filled last",
     ("stream", "kernels/roofline/stream.cu"): "streaming is what that kernel does",
 }
 

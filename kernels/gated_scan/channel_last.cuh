@@ -1,15 +1,21 @@
 // Channels contiguous: what the forward and the backward kernel share. The build chooses one of linear_scan's designs
 // (spec.py), each with a picture of its tiles:
 //
-//     COLUMN_SERIAL   ../linear_scan/column_serial.cuh    aligned, many channels
+//     COLUMN_SERIAL   ../linear_scan/column_serial.cuh    aligned, many channels; and multi_cta_column.cuh, where several
+//                                                         CTAs share a column (CTAS_PER_COLUMN > 1)
 //     otherwise       ../linear_scan/channel_last.cuh     generic: any strides, packed sequences
 //
 // Where linear_scan's designs copy gates and tokens, these kernels copy the kind's inputs. A thread handles a tile in two
 // passes. The first pass computes the gate and the token of each element, and composes them to the tile's affine map. The
-// second pass starts from the state that enters the tile, and computes states or gradients. What it needs of the first
-// pass stays in registers: gates and tokens forward, the kind's Values backward.
+// second pass starts from the state that enters the tile, and computes states or gradients.
+//
+// If a CTA has a column for itself, what the second pass needs stays in registers: gates and tokens forward, the kind's
+// Values backward. If several CTAs share a column, several turns lie between the two passes of a tile, which is too long to
+// hold registers. The second pass then computes the gates again (RECOMPUTE_GATES).
 #pragma once
-#if COLUMN_SERIAL
+#if CTAS_PER_COLUMN > 1
+#include "../linear_scan/multi_cta_column.cuh"
+#elif COLUMN_SERIAL
 #include "../linear_scan/column_serial.cuh"
 #else
 #include "../linear_scan/channel_last.cuh"
@@ -99,6 +105,9 @@ __device__ Affine composed(Affine first, Step second) {
 }
 
 #if COLUMN_SERIAL
+// Whether a tile's second pass computes gates again, since registers do not last from the first pass to the second.
+enum : bool { RECOMPUTE_GATES = CTAS_PER_COLUMN > 1 };
+
 // The resets of a lane's rows, one tile after the other. Each lane loads the reset byte of one of its warp's rows, one tile
 // before it is used. A ballot then gives all lanes the resets of all rows of the warp.
 template <bool RESETS>
@@ -112,7 +121,7 @@ struct ResetRows {
         if (!RESETS) return;
         const int row = own_warp() * WARP_STEPS + column.lane;
         at = reset + column.batch * by_batch + column.origin + column.way * row;
-        apart = int(column.way) * TIMES;
+        apart = int(column.way) * CTAS_PER_COLUMN * TIMES;
         left = column.lane < WARP_STEPS ? int(column.rows) - row : 0;
         fetch();
     }
@@ -121,7 +130,7 @@ struct ResetRows {
     __device__ unsigned take_tile() {
         if (!RESETS) return 0;
         const unsigned rows = __ballot_sync(FULL_WARP, next != 0);
-        at += apart, left -= TIMES;
+        at += apart, left -= CTAS_PER_COLUMN * TIMES;
         fetch();
         return rows >> (threadIdx.x % 32 / LANES_ACROSS * STEPS);
     }

@@ -70,14 +70,16 @@ def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iter
 
 
 def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
-    """More tiles that tuning may select: columns of 64 channels, and for float16 the tiles that wheels have for other
-    dtypes."""
+    """More tiles that tuning may select: columns of 64 channels, columns that several CTAs share, and for float16 the tiles
+    that wheels have for other dtypes."""
     if access == "generic":
         return
     if dtype not in ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
     steps = 4 if direction == "backward" else 8
     yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
+    if dtype != "float32":
+        yield _shared_column(_tensors(direction, kind))
 
 
 def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
@@ -101,6 +103,14 @@ def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
         yield {**narrow, "steps": 8, "stages": 3, "blocks": 1}
 
 
+def _shared_column(tensors: int) -> Tile:
+    """A tile of columns that four CTAs share. A CTA keeps the maps of ``aggregate_lead`` + 1 tiles. Its ring holds as many
+    tiles, and those that are being copied."""
+    stages, lead = {2: (6, 3), 3: (4, 2), 4: (6, 3), 5: (5, 2)}.get(tensors, (4, 2))
+    tile = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": 16 if tensors < 4 else 8}
+    return {**tile, "stages": stages, "ctas_per_column": 4, "aggregate_lead": lead, "blocks": 1}
+
+
 # --- Shared memory ----------------------------------------------------------------------------
 
 
@@ -120,9 +130,16 @@ def _shared(direction: Direction, variant: Variant) -> int:
 
 
 def _static_shared(variant: Variant) -> int:
-    """At most how many bytes a CTA has beside its ring: two maps and a sum for each channel of a thread."""
+    """At most how many bytes a CTA has beside its ring. If it has a column for itself: two maps and a sum for each channel of
+    a thread. If several CTAs share a column: the maps of ``aggregate_lead`` + 1 tiles and of the whole tile, the states that
+    enter two tiles, and a sum."""
+    tile, vector = dict(variant.statics), variant.number("vector")
+    held = 32 * variant.number("warps") * vector
     map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
-    return 32 * variant.number("warps") * variant.number("vector") * (2 * map_bytes + 4)
+    if "aggregate_lead" not in tile:
+        return held * (2 * map_bytes + 4)
+    groups = held + variant.number("lanes_across") * vector
+    return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * held
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
@@ -147,27 +164,35 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
     chunk = problem.chunk()
     if not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    ctas = int(dict(variant.statics).get("ctas_per_column", 1))
+    if problem.time <= (ctas - 1) * streams.times(variant):
+        return f"fewer tiles than the {ctas} blocks that share a column"
     return streams.refuses(variant, problem)
 
 
 def _cost(variant: Variant, problem: GatedScanProblem) -> float:
-    """The order of preference, the lowest first: wide columns if there are many, narrow ones if there are few."""
+    """The order of preference, the lowest first: wide columns if there are many. If there are few: shared columns, where the
+    GPU has room for all their CTAs at once, then narrow columns."""
     if variant.text("access") == "generic":
         return 3.0
+    tile = dict(variant.statics)
     direction: Direction = "forward" if problem.direction == "forward" else "backward"
     many = MANY_COLUMNS[direction, ITEM_SIZE[problem.dtype]]
-    few = problem.batch * ceil_div(problem.channels, 32) < many
-    return float((variant.number("lanes_across") == 16) != few)
+    order = ("wide", "narrow", "shared")
+    if problem.batch * ceil_div(problem.channels, 32) < many:
+        order = ("shared", "narrow", "wide")
+    narrow = "narrow" if tile["lanes_across"] == 16 else "wide"
+    return float(order.index("shared" if "ctas_per_column" in tile else narrow))
 
 
 def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
-    """Each CTA writes one part of the channel parameters' gradients; ``parts`` says how many there are."""
+    """Each CTA of a column writes one part of the channel parameters' gradients; ``parts`` says how many there are."""
     if not streams.is_streamed(variant):
         launch = registers.channel_last_launch(variant, problem)
         parts = ceil_div(problem.time, registers.channel_last_tile(variant)[1])
     else:
         launch = streams.launch(variant, problem, sm_count)
-        parts = 1
+        parts = int(dict(variant.statics).get("ctas_per_column", 1))
     return replace(launch, scalars=problem.scalars(parts=problem.batch * parts))
 
 
@@ -176,6 +201,7 @@ def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launc
 
 def _constants(variant: Variant) -> dict[str, Static]:
     return {
+        "CTAS_PER_COLUMN": 1,
         "SINGLE_WAVE": 0,
         "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
         **constants(variant),
@@ -200,6 +226,7 @@ def _kernel(direction: Direction) -> Kernel:
         rules=Rules(
             accepts=_accepts,
             kind_mismatch=mismatch,
+            exceeds_residency=streams.exceeds_residency,
             serves=partial(_serves, direction),
             ships=ships,
         ),

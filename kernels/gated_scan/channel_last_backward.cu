@@ -65,8 +65,7 @@ struct BackwardPass {
     unsigned wanted;  // a bit for each input whose gradient is wanted
     Tiles<INPUTS + 2> tiles;
     BlockPrefix block_prefix;
-    ResetRows<RESETS> reset_rows;  // of the next tile to compose
-    ResetRows<RESETS> unread;      // without it the binaries, which GPUs have tested, would have other bytes
+    ResetRows<RESETS> composing, finishing;  // resets of the next tile to compose, and of the next to finish
     Channel channel[VECTOR];
     State initial[VECTOR];
     CompensatedSum sum[VECTOR][PARAMETER_SLOTS];
@@ -82,8 +81,8 @@ struct BackwardPass {
           to_inputs{Results(of.grads[I], of.grads_batch, of.grads_time, column)...},
           wanted(((of.grads[I] ? 1u << I : 0u) | ...)),
           tiles(column, of.inputs.by_batch, of.inputs.by_time),
-          reset_rows(of.reset, of.reset_batch, column),
-          unread(of.reset, of.reset_batch, column),
+          composing(of.reset, of.reset_batch, column),
+          finishing(of.reset, of.reset_batch, column),
           channel{Channel(of.parameters, of.channels, column.channel + V * TO_NEXT, column.has(V))...},
           option(of.option) {
 #pragma unroll
@@ -121,7 +120,7 @@ struct BackwardPass {
     }
     __device__ bool exists(int left, int k) const { return tiles.first_own + k < left; }
     __device__ void compose_tile(Held& held, Affine (&maps)[VECTOR], int left) {
-        held.resets = reset_rows.take_tile();
+        held.resets = composing.take_tile();
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -133,6 +132,7 @@ struct BackwardPass {
             }
     }
     __device__ void finish(Held& held, State (&h)[VECTOR], int left) {
+        if (RECOMPUTE_GATES) held.resets = finishing.take_tile();
         float tile_sum[VECTOR][PARAMETER_SLOTS] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
@@ -142,7 +142,7 @@ struct BackwardPass {
             for (int v = 0; v < VECTOR; v++) {
                 const State x = chosen(tiles.first_own + k + 1 == left, initial[v], earlier.get(v));
                 const Given given = this->given(held, k, v);
-                const Values values = held.values[k][v];
+                const Values values = RECOMPUTE_GATES ? Kind::values(given) : held.values[k][v];
                 const Step step = gated(given, values, exists(left, k));
                 const Kind::Gradients of = backward(step, given, values, held.grads[k].get(v), x, h[v]);
 #pragma unroll
@@ -190,6 +190,7 @@ struct BackwardPass {
     }
 };
 
+#if CTAS_PER_COLUMN == 1
 template <bool RESETS>
 __device__ void run_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                            const States& before_grad, float* parameters_grad, i64 part) {
@@ -200,6 +201,29 @@ __device__ void run_column(const Backward& of, const Column& column, const State
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) before_grad.write(v, pass.block_prefix.carried[v].x);
 }
+#else
+// Forwards to a pass that it does not own, so that the caller can read the pass's sums after ColumnCta::run.
+template <class Pass>
+struct PassReference {
+    using Held = typename Pass::Held;
+    Pass& pass;
+    decltype(Pass::tiles)& tiles = pass.tiles;
+
+    __device__ void fetch(int left) { pass.fetch(left); }
+    __device__ void read(Held& held) const { pass.read(held); }
+    __device__ void compose_tile(Held& held, Affine (&maps)[VECTOR], int left) { pass.compose_tile(held, maps, left); }
+    __device__ void finish(Held& held, State (&h)[VECTOR], int left) { pass.finish(held, h, left); }
+    __device__ void leave(int left) { pass.leave(left); }
+};
+
+template <bool RESETS>
+__device__ void run_column(ColumnCta& cta, const Backward& of, const Column& column, const States& before,
+                           const States& after_grad, i64 time, float* parameters_grad, i64 part) {
+    BackwardPass<RESETS> pass(of, column, before, after_grad);
+    cta.run(PassReference<BackwardPass<RESETS>>{pass}, time);
+    if (PARAMETERS) pass.write_sums(parameters_grad, of, column, part);
+}
+#endif
 #endif
 
 // reset, parameters, initial_state, offsets, workspace and all gradients to write may be null.
@@ -222,8 +246,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
     const bool option = flags & WITH_OPTION;
     const i64 parts_each = parts / (batch > 0 ? batch : 1);  // parts for each batch
 #if COLUMN_SERIAL
+#if CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, !(flags & AGAINST_TIME), offsets, sequences, cta.column, cta.rank * TIMES);
+    const i64 part = column.batch * parts_each + cta.rank;
+#else
     const Column column(channels, time, !(flags & AGAINST_TIME), offsets, sequences, blockIdx.x);
     const i64 part = column.batch * parts_each;
+#endif
     const auto states_of = [&](const State* tensor, const Column& column) {
         return States(tensor, state_batch, state_channel, state_time, column);
     };
@@ -232,9 +262,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
                       channels,     reset_batch, states_batch, states_time, states_grad_batch,
                       states_grad_time, grads_batch, grads_time, option};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
+#if CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    if (reset) run_column<true>(column_cta, of, column, before, after_grad, time, parameters_grad, part);
+    else run_column<false>(column_cta, of, column, before, after_grad, time, parameters_grad, part);
+#else
     const States before_grad = states_of(initial_state_grad, column);
     if (reset) run_column<true>(of, column, before, after_grad, before_grad, parameters_grad, part);
     else run_column<false>(of, column, before, after_grad, before_grad, parameters_grad, part);
+#endif
 #else
     static_assert(VECTOR == 1, "boundaries are those of one channel");
     const Position at(static_cast<u64*>(workspace), 1, batch, channels);

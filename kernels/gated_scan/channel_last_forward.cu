@@ -19,7 +19,7 @@ struct Forward {
     bool option;
 };
 
-// What a thread does for the tiles of its column. Tiles::run calls these functions in order: `fetch`
+// What a thread does for the tiles of its column. Tiles::run and ColumnCta::run call these functions in order: `fetch`
 // starts the copies of a later tile; `read`, `compose_tile` and `finish` compute the current tile; `leave` copies its
 // results out.
 template <bool RESETS>
@@ -28,8 +28,7 @@ struct ForwardPass {
     Results states;
     Tiles<INPUTS> tiles;
     BlockPrefix block_prefix;
-    ResetRows<RESETS> reset_rows;  // of the next tile to compose
-    ResetRows<RESETS> unread;      // without it the binaries, which GPUs have tested, would have other bytes
+    ResetRows<RESETS> composing, finishing;  // resets of the next tile to compose, and of the next to finish
     Channel channel[VECTOR];
     const bool option;
 
@@ -39,8 +38,8 @@ struct ForwardPass {
         : inputs{Rows(of.inputs.first[I], of.inputs.by_batch, of.inputs.by_time, column)...},
           states(of.states, of.states_batch, of.states_time, column),
           tiles(column, of.inputs.by_batch, of.inputs.by_time),
-          reset_rows(of.reset, of.reset_batch, column),
-          unread(of.reset, of.reset_batch, column),
+          composing(of.reset, of.reset_batch, column),
+          finishing(of.reset, of.reset_batch, column),
           channel{Channel(of.parameters, of.channels, column.channel + V * TO_NEXT, column.has(V))...},
           option(of.option) {
 #pragma unroll
@@ -72,7 +71,7 @@ struct ForwardPass {
         return gated(given, Kind::values(given), tiles.first_own + k < left);
     }
     __device__ void compose_tile(Held& held, Affine (&maps)[VECTOR], int left) {
-        const unsigned resets = reset_rows.take_tile();
+        const unsigned resets = composing.take_tile();
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
 #pragma unroll
@@ -82,11 +81,12 @@ struct ForwardPass {
             }
     }
     __device__ void finish(const Held& held, State (&x)[VECTOR], int left) {
+        const unsigned resets = RECOMPUTE_GATES ? finishing.take_tile() : 0;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
 #pragma unroll
             for (int v = 0; v < VECTOR; v++)
-                x[v] = applied<RESETS>(held.steps[k][v], x[v]);
+                x[v] = applied<RESETS>(RECOMPUTE_GATES ? step(held, left, resets, k, v) : held.steps[k][v], x[v]);
             tiles.put(0, states, left, k, x);
         }
     }
@@ -119,12 +119,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gated_scan_chann
     const Inputs inputs{{input0, input1, input2, input3}, inputs_batch, inputs_channel, inputs_time};
     const bool option = flags & WITH_OPTION;
 #if COLUMN_SERIAL
+#if CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, flags & AGAINST_TIME, offsets, sequences, cta.column, cta.rank * TIMES);
+#else
     const Column column(channels, time, flags & AGAINST_TIME, offsets, sequences, blockIdx.x);
+#endif
     const States before(initial_state, state_batch, state_channel, state_time, column);
     const Forward of{inputs, parameters, reset, states, channels, reset_batch, states_batch, states_time, option};
+#if CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+                         States(final_state, state_batch, state_channel, state_time, own));
+    if (reset) column_cta.run(ForwardPass<true>(of, column, before), time);
+    else column_cta.run(ForwardPass<false>(of, column, before), time);
+#else
     const States after(final_state, state_batch, state_channel, state_time, column);
     if (reset) run_column<true>(of, column, before, after);
     else run_column<false>(of, column, before, after);
+#endif
 #else
     static_assert(VECTOR == 1, "boundaries are those of one channel");
     const Position at(static_cast<u64*>(workspace), 1, batch, channels);

@@ -11,6 +11,8 @@
 #include "../common/compiler.cuh"
 #if SINGLE_WAVE
 #include "single_wave.cuh"
+#elif CTAS_PER_COLUMN > 1
+#include "multi_cta_column.cuh"
 #elif COLUMN_SERIAL
 #include "column_serial.cuh"
 #endif
@@ -55,7 +57,7 @@ struct BackwardPass {
         }
     }
 
-    __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(1); }
+    __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(CTAS_PER_COLUMN); }
     // What composing takes, and what walking does besides.
     __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, BackwardStep::Padding::GATE);
@@ -123,7 +125,7 @@ struct BackwardPass {
     }
 };
 
-#if !SINGLE_WAVE
+#if CTAS_PER_COLUMN == 1 && !SINGLE_WAVE
 template <bool ONE_GATE>
 __device__ void run_column(const Backward& of, const Column& column, const States& before, const States& after_grad,
                             const States& before_grad, const States& sums) {
@@ -261,6 +263,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, !(flags & 1), offsets, sequences, 0, part.before());
+#elif CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, !(flags & 1), offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);
 #endif
@@ -277,6 +282,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Column own = column.with(place_of(threadIdx.x));
     const SingleWave wave(part, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
     run_single_wave(BackwardPass<false>(of, column, before, after_grad), wave);
+#elif CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
     if (gates_time == 0)

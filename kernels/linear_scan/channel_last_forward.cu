@@ -7,11 +7,14 @@
 // The constants that a variant is compiled with (spec.py) choose one of three designs. Each header has a picture of its
 // tiles:
 //
-//     COLUMN_SERIAL   column_serial.cuh    many channels; and single_wave.cuh (SINGLE_WAVE)
+//     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
+//                                          (CTAS_PER_COLUMN > 1)
 //     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
 //     neither         channel_last.cuh     any strides and packed sequences; tiles are held in registers
 #if SINGLE_WAVE
 #include "single_wave.cuh"
+#elif CTAS_PER_COLUMN > 1
+#include "multi_cta_column.cuh"
 #elif COLUMN_SERIAL
 #include "column_serial.cuh"
 #endif
@@ -46,7 +49,7 @@ struct ForwardPass {
         }
     }
 
-    __device__ void fetch(int left) { fetch_for_map(left), move(1); }
+    __device__ void fetch(int left) { fetch_for_map(left), move(CTAS_PER_COLUMN); }
     // What the first pass over a tile reads. The second pass reads nothing more, so fetch_for_output has nothing to do.
     __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
@@ -91,7 +94,7 @@ struct ForwardPass {
     }
 };
 
-#if !SINGLE_WAVE
+#if CTAS_PER_COLUMN == 1 && !SINGLE_WAVE
 template <bool ONE_GATE>
 __device__ void run_column(const Forward& of, const Column& column, const States& before,
                             const States& after) {
@@ -177,6 +180,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, flags & 1, offsets, sequences, 0, part.before());
+#elif CTAS_PER_COLUMN > 1
+    const CtaRank cta(workspace);
+    const Column column(channels, time, flags & 1, offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);
 #endif
@@ -188,6 +194,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const SingleWave wave(part, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                     States(final_state, state_batch, state_channel, state_time, own));
     run_single_wave(ForwardPass<false>(of, column, before), wave);
+#elif CTAS_PER_COLUMN > 1
+    const Column own = column.with(place_of(ColumnCta::own_channel()));
+    ColumnCta column_cta(cta, workspace, States(initial_state, state_batch, state_channel, state_time, own),
+                States(final_state, state_batch, state_channel, state_time, own));
+    column_cta.run(ForwardPass<false>(of, column, before), time);
 #else
     const States after(final_state, state_batch, state_channel, state_time, column);
     if (gates_time == 0) run_column<true>(of, column, before, after);

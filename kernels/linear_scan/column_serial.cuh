@@ -1,9 +1,9 @@
 // Many contiguous channels: a CTA owns a column of channels, and passes serially over all time steps. No CTA waits for
-// another. single_wave.cuh builds on this file.
+// another. Two other designs build on this file: single_wave.cuh and multi_cta_column.cuh.
 //
 // The build pins WARPS (per CTA), LANES_ACROSS (threads along the channels), VECTOR (channels of a thread), STEPS (rows of
-// a thread in a tile), STAGES, BLOCKS (CTAs per SM) and SINGLE_WAVE (1 in single_wave.cuh). A row is one time step of the
-// column's channels. A tile is
+// a thread in a tile), STAGES, BLOCKS (CTAs per SM), CTAS_PER_COLUMN (above 1 in multi_cta_column.cuh) and SINGLE_WAVE (1
+// in single_wave.cuh). A row is one time step of the column's channels. A tile is
 //
 //                 channels ->    LANES_ACROSS × VECTOR
 //      time       | group 0: STEPS rows |
@@ -123,7 +123,7 @@ struct Rows {
                 (copied + later) * apart;
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
-    __device__ void advance(int tiles = 1) { first += tiles * TIMES * apart; }
+    __device__ void advance(int tiles = CTAS_PER_COLUMN) { first += tiles * TIMES * apart; }
     // Whether two pieces from the end of a row on are still within the next one, or the one before.
     __device__ bool far_apart() const { return apart > 2 * ITEMS || apart < -2 * ITEMS; }
 };

@@ -52,6 +52,8 @@ _WIDE = (
 )
 #: Column-serial, misaligned rows: warps, steps and stages, beside the usual ones.
 _MISALIGNED = ((4, 12, 2), (4, 12, 3))
+#: Of several CTAs to a column: stages, and the aggregate lead.
+_AGGREGATE_LEADS = ((4, 2), (6, 3))
 #: Column-serial, packed sequences of 16-bit elements, 32 channels: warps, steps and stages. The more time steps a tile
 #: has, the sooner the longest sequence ends.
 _VARLEN = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
@@ -108,6 +110,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     if each == 2:
         # One CTA to an SM, which then has more registers than two would have.
         yield from resident(direction, dtype, _column(4, 2, 12, 3), 1)
+        yield from _multi_cta_columns(direction, dtype)
     yield from _single_wave_columns(direction, dtype)
     yield from _cut_columns(direction, dtype)
 
@@ -147,6 +150,14 @@ def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Packed sequences, of any lengths."""
     for warps, steps, stages in _VARLEN if ITEM_SIZE[dtype] == 2 else ():
         yield from resident(direction, dtype, _column(warps, 1, steps, stages), 1, VARLEN)
+
+
+def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Columns that several CTAs share."""
+    few = (5, _AGGREGATE_LEADS[direction == "forward"])
+    for ctas, (stages, lead) in (*product((3, 4, 8), _AGGREGATE_LEADS), few):
+        tile = {**_column(8, 2, 16, stages), "ctas_per_column": ctas, "aggregate_lead": lead}
+        yield from resident(direction, dtype, tile, 1)
 
 
 def _single_wave_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -195,8 +206,13 @@ def most_shared(direction: Direction, dtype: str, access: str, tile: Tile) -> in
 
 def _static_shared(dtype: str, tile: Tile) -> int:
     """Static shared memory, at most, in bytes. Of segments: in each turn a map and a state for each scan of a tile warp,
-    and for each scan of at most 64 columns a state with its error term. Of a single wave: for each channel a map and a
+    and for each scan of at most 64 columns a state with its error term. Of several CTAs to a column: for each channel the
+    maps of all groups and of the tile, and in two turns a state for each. Of a single wave: for each channel a map and a
     state for each warp, and maps of slices of the parts before."""
+    if "aggregate_lead" in tile:
+        vector = int(tile["vector"])
+        groups = 32 * int(tile["warps"]) * vector + int(tile["lanes_across"]) * vector
+        return groups * ((int(tile["aggregate_lead"]) + 1) * 8 + 2 * 4)
     if "single_wave" in tile:
         channels, threads = 32 * int(tile["vector"]), 32 * int(tile["warps"])
         of_map, words = (8, 2) if ITEM_SIZE[dtype] < 4 else (12, 1)

@@ -29,7 +29,7 @@ enum : int {
     LOOKS = (136 + SLICES - 1) / SLICES,        // loads in flight: enough for the parts of 132 SMs
 };
 static_assert(LANES_ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
-static_assert(!MISALIGNED && !VARLEN);
+static_assert(!MISALIGNED && !VARLEN && CTAS_PER_COLUMN == 1);
 
 // Which part of which column a CTA has, and which run a warp has of it. The grid is (columns side by side, batches,
 // parts). Where there are several parts, z = 0 is one layer more, whose first CTA zeroes the workspace.

@@ -145,6 +145,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
+        "CTAS_PER_COLUMN": 1,
         "SINGLE_WAVE": 0,
         "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
         **tile,

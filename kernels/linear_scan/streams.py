@@ -6,7 +6,9 @@ They take memory that is aligned to 16 bytes. Which static parameters a variant 
   a CTA has ``rows`` warps.
 - Channels contiguous and many (``column_serial.cuh``): ``lanes_across`` threads lie side by side along the channels,
   each with ``vector`` channels in ``steps`` time steps, and a CTA passes over all of time serially. With
-  ``single_wave`` (``single_wave.cuh``) all tiles of a column are read at once by as many CTAs as the GPU holds.
+  ``ctas_per_column`` (``multi_cta_column.cuh``) several CTAs take the tiles of one column in turn, and publish a
+  tile's aggregate ``aggregate_lead`` turns before they need its states. With ``single_wave`` (``single_wave.cuh``)
+  all tiles of a column are read at once by as many CTAs as the GPU holds.
 - Channels contiguous and few (``channel_stream.cuh``): ``lanes`` threads along the channels, each with ``vector`` of
   them in ``steps`` time steps.
 - Few scans of either layout (``lookback.cuh``) are cut into segments, a tile for each warp of a CTA; a segment's
@@ -38,6 +40,8 @@ LINE = 128
 _TWICE = 100_000_000
 #: Single wave: bytes before the descriptors, and of a descriptor.
 HEAD, _WORD = 128, 8
+#: Several CTAs to a column: bytes before the descriptors.
+COUNTER = 256
 #: Segments of a column, at least, that publish one aggregate together.
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
@@ -102,6 +106,8 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
+    if (_ctas_per_column(variant) > 1 or _is_single_wave(variant)) and problem.sums:
+        return "blocks that share a column do not sum the gradient of gates"
     if _is_single_wave(variant):
         return _refuses_single_wave(problem)
     if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
@@ -113,8 +119,6 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _refuses_single_wave(problem: LinearScanProblem) -> str | None:
-    if problem.sums:
-        return "blocks that share a column do not sum the gradient of gates"
     if problem.batch > MOST_ALONG_Y:
         return f"{problem.batch} batches; its grid has {MOST_ALONG_Y}"
     composed = 2 * problem.batch * problem.channels * problem.time * ITEM_SIZE[problem.dtype]
@@ -127,7 +131,11 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     """The preference without tuning. Contiguous channels: whole columns, unless they would leave most of any GPU
     idle. Contiguous time: tiles that rows fill best, and of these the widest."""
     if problem.layout == "channel_last":
-        alone = is_column_serial(variant) and not _is_single_wave(variant)
+        alone = (
+            is_column_serial(variant)
+            and _ctas_per_column(variant) == 1
+            and not _is_single_wave(variant)
+        )
         return float(alone != (_columns(variant, problem) >= _MANY))
     padded = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
     return 1000 * padded - scans(variant)
@@ -161,7 +169,10 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     if _is_single_wave(variant):
         return _launch_single_wave(variant, problem, at_once)
     if is_column_serial(variant):
-        return Launch((_columns(variant, problem), 1, 1), problem.scalars())
+        blocks = _columns(variant, problem) * _ctas_per_column(variant)
+        if _ctas_per_column(variant) == 1:
+            return Launch((blocks, 1, 1), problem.scalars())
+        return Launch((blocks, 1, 1), problem.scalars(), _descriptor_bytes(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
@@ -196,18 +207,35 @@ def _columns(variant: Variant, problem: LinearScanProblem) -> int:
     return problem.batch * max(1, problem.sequences) * ceil_div(problem.channels, scans(variant))
 
 
+def _ctas_per_column(variant: Variant) -> int:
+    """Blocks that share a column."""
+    return int(dict(variant.statics).get("ctas_per_column", 1))
+
+
 def _is_single_wave(variant: Variant) -> bool:
     """Whether many blocks read a column at once."""
     return "single_wave" in dict(variant.statics)
 
 
+def _descriptor_bytes(variant: Variant, blocks: int) -> int:
+    """Bytes of a counter, and of a ring of tiles for each CTA with a descriptor for each channel."""
+    turns = 2 * (variant.number("aggregate_lead") + 1)
+    return COUNTER + blocks * turns * scans(variant) * _WORD
+
+
 def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
-    """Why a GPU cannot hold a CTA for each column of a single wave at once. Those that it holds would wait for ones that
-    start only after them."""
-    if not _is_single_wave(variant):
+    """Why a GPU cannot hold all CTAs that share columns at once. Those that it holds would wait for ones that start
+    only after them."""
+    ctas = _ctas_per_column(variant)
+    if ctas == 1 and not _is_single_wave(variant):
         return None
-    columns, at_once = _columns(variant, problem), sm_count * variant.number("blocks")
-    return f"{columns} columns, and {at_once} blocks run at once" if columns > at_once else None
+    columns = _columns(variant, problem)
+    blocks, room = columns * ctas, sm_count * variant.number("blocks")
+    return (
+        f"{blocks} blocks share {columns} columns, and {room} run at once"
+        if blocks > room
+        else None
+    )
 
 
 def _cuts(variant: Variant) -> bool:

@@ -37,7 +37,7 @@ _SHARPNESS = 4
 #: ps for an element of contiguous channels, at least, where a gate is shared by all time steps: such designs read it again
 #: for each. Segments take as much more as they have fewer lanes along the channels. Timed on an H200, with (27, 144, 37132),
 #: (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one CTA passes over lose nothing.
-_SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0}
+_SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
 _SHARED_GATES_IN_SEGMENTS = 40.0
 #: A coefficient for each of these, in ms but for those that say otherwise.
 COEFFICIENTS = (
@@ -64,6 +64,7 @@ class Geometry(NamedTuple):
     held     elements of a thread
     depth    tiles on their way
     row      elements of a tile side by side in memory
+    shared   CTAs that share a column
     """
 
     design: str
@@ -77,6 +78,7 @@ class Geometry(NamedTuple):
     depth: int
     blocks: int
     row: int
+    shared: int
 
 
 class Work(NamedTuple):
@@ -180,9 +182,9 @@ def geometry(text: str) -> Geometry | None:
         if design == "segments":
             times *= warps
             across = 1 if time_last else across
-    tensors = 3 if variant.kernel.endswith("forward") else 5
+    tensors, shared = 3 if variant.kernel.endswith("forward") else 5, tile.get("ctas_per_column", 1)
     kind = design, tensors, time_last, access == MISALIGNED, item
-    return Geometry(*kind, across, times, held, depth, blocks, row)
+    return Geometry(*kind, across, times, held, depth, blocks, row, shared)
 
 
 def _design(tile: Mapping[str, int], time_last: bool) -> str:
@@ -192,7 +194,7 @@ def _design(tile: Mapping[str, int], time_last: bool) -> str:
         return "rows"
     if "single_wave" in tile:
         return "single_wave"
-    return "columns"
+    return "multi_cta_columns" if "ctas_per_column" in tile else "columns"
 
 
 def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: float) -> Work:
@@ -211,7 +213,7 @@ def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: 
         turns = ceil_div(tiles, max(1, min((slots - 1) // columns, tiles)))
         ctas = columns * ceil_div(tiles, turns)
     else:
-        ctas, turns = columns, tiles
+        ctas, turns = columns * of.shared, ceil_div(tiles, of.shared)
     on_one = ceil_div(ctas, sm_count) if ctas <= slots else ctas / sm_count
     elements = on_one * turns * of.across * of.times
     waves, missing = max(1.0, ctas / slots), math.ceil(ctas / slots) - ctas / slots

@@ -154,7 +154,9 @@ class Emulated:
         """A GPU that is to run a variant has room for those that share a column, and for one on each SM: those of a network
         wait for each other."""
         statics = dict(self.variant.statics)
-        sharing = math.prod(grid) if "single_wave" in statics else 1
+        sharing = (
+            math.prod(grid) if "single_wave" in statics else int(statics.get("ctas_per_column", 1))
+        )
         return max(BLOCKS_AT_ONCE, sm_count, sharing)
 
 

@@ -84,7 +84,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     source, dtype = variant.text("kind"), variant.text("dtype")
-    cut = "prefix_lead" in dict(variant.statics)
+    cut = {"ctas_per_column", "prefix_lead"} & {*dict(variant.statics)}
     checked = 0
     for trial in (*trials(source, dtype), *(long(source, dtype) if cut else ())):
         for case in trial.launches(kernel.name):
@@ -223,9 +223,10 @@ def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ({"warps": 8, "lanes_across": 32, "vector": 1}, "bfloat16", (2, 72, 70)),
         ({"warps": 4, "vector": 2}, "bfloat16", (2, 72, 70)),
         ({"lanes_across": 16}, "float32", (1, 20, 150)),
+        ({"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
         ({"access": "generic"}, "float32", (2, 5, 65)),
     ],
-    ids=["many columns", "wider columns", "few columns", "generic"],
+    ids=["many columns", "wider columns", "few columns", "shared columns", "generic"],
 )
 def test_nothing_beside_the_results_is_written(
     direction: str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -45,9 +46,20 @@ def posed(
     )
 
 
-def chosen(kernel: Kernel, problem: GatedScanProblem) -> Variant:
+def chosen(kernel: Kernel, problem: GatedScanProblem, sm_count: int = SM_COUNT) -> Variant:
     """The cheapest of those that can, and that wheels hold."""
-    can = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+    return cheapest(kernel, kernel.variants, problem, sm_count)
+
+
+def cheapest(
+    kernel: Kernel, among: Iterable[Variant], problem: GatedScanProblem, sm_count: int = SM_COUNT
+) -> Variant:
+    can = [
+        variant
+        for variant in among
+        if kernel.rules.accepts(variant, problem) is None
+        and kernel.rules.exceeds_residency(variant, problem, sm_count) is None
+    ]
     return min(can, key=lambda variant: kernel.cost(variant, problem))
 
 
@@ -55,18 +67,35 @@ def chosen(kernel: Kernel, problem: GatedScanProblem) -> Variant:
 def test_columns_are_as_wide_as_fills_a_gpu(direction: Direction) -> None:
     kernel = KERNELS[direction]
 
-    def width(*shape: Any) -> int:
-        """Of a column, in channels."""
-        tile = dict(chosen(kernel, posed(direction, *shape)).statics)
-        return int(tile["lanes_across"]) * int(tile["vector"])
+    def width(*shape: Any, sm_count: int = SM_COUNT) -> tuple[int, int]:
+        """Of a column, in channels, and how many CTAs share one."""
+        tile = dict(chosen(kernel, posed(direction, *shape), sm_count).statics)
+        channels = int(tile["lanes_across"]) * int(tile["vector"])
+        return channels, int(tile.get("ctas_per_column", 1))
 
     for dtype in ("bfloat16", "float32"):
-        assert width(8, 4096, 2560, dtype) == 32
-        assert width(16, 2048, 1024, dtype) == 32
-        assert width(1, 65536, 2048, dtype) == 16
-        assert width(1, 8192, 2560, dtype) == (16 if direction == "forward" else 32)
-    assert width(2, 8192, 2560, "float32") == 32
-    assert width(2, 8192, 2560, "bfloat16") == (16 if direction == "forward" else 32)
+        assert width(8, 4096, 2560, dtype) == (32, 1)
+        assert width(16, 2048, 1024, dtype) == (32, 1)
+        assert width(1, 65536, 2048, dtype) == (16, 1)
+        assert width(1, 8192, 2560, dtype) == (16 if direction == "forward" else 32, 1)
+    assert width(2, 8192, 2560, "float32") == (32, 1)
+    assert width(2, 8192, 2560, "bfloat16") == (16 if direction == "forward" else 32, 1)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_few_columns_are_shared_where_such_tiles_are_at_hand(direction: Direction) -> None:
+    """Wheels have none of them."""
+    kernel = KERNELS[direction]
+
+    def ctas(*shape: Any, sm_count: int = SM_COUNT) -> int:
+        problem = posed(direction, *shape)
+        tile = dict(cheapest(kernel, kernel.every, problem, sm_count).statics)
+        return int(tile.get("ctas_per_column", 1))
+
+    assert ctas(1, 65536, 2048, "bfloat16") == 4
+    assert ctas(1, 65536, 2048, "float32") == 1
+    assert ctas(1, 65536, 2048, "bfloat16", sm_count=100) == 1
+    assert ctas(1, 128, 2048, "bfloat16") == 1  # CTAs of a column would have no tile
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -92,11 +121,12 @@ def test_enough_is_on_its_way_and_fits(direction: Direction) -> None:
         if "stages" not in tile:
             assert ring == 0
             continue
-        ahead = int(tile["stages"]) - 1
+        ahead = int(tile["stages"]) - 1 - int(tile.get("aggregate_lead", 0))
         assert ring // int(tile["stages"]) * ahead * int(tile["blocks"]) >= 32_000, variant
         assert kernel.rules.serves(variant.statics, hopper), variant
         assert ring * int(tile["blocks"]) <= SHARED_MEMORY[9, 0], variant
-        assert kernel.rules.serves(variant.statics, Target((8, 0), "sm")), variant
+        if "ctas_per_column" not in tile:
+            assert kernel.rules.serves(variant.statics, Target((8, 0), "sm")), variant
 
 
 def test_a_launch_makes_no_more_parts_than_there_may_be() -> None:

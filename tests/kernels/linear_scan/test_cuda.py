@@ -21,8 +21,8 @@ from scan_registry.kernels.model import Kernel, Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
-#: For scans that are cut, or a single wave: several segments, and of few channels more than blocks run at once, and groups
-#: of them.
+#: For scans that are cut, or shared by blocks: several segments, and of few channels more than blocks run at once, and
+#: groups of them; and more tiles than blocks have room to tell one another of.
 LONG = ((1, 8, 12000), (1, 1, 24000))
 #: One scan has larger groups, and of wide numbers the smallest segments.
 GROUPED = {"complex64": ((1, 1, 140_000),)}
@@ -30,8 +30,8 @@ LASTING = cases.Setting(states=True, lasting=True)
 
 
 #: Parameters of which one value is emulated like the other: how many blocks an SM has room for, and how many of more than a
-#: few stages there are.
-MUCH_ALIKE = {"blocks", "stages"}
+#: few stages or blocks there are.
+MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
 
 
 def ways(variant: Variant) -> set[object]:
@@ -84,6 +84,8 @@ def streamed() -> Iterator[Variant]:
             {"lanes_across": 32},
             {"lanes_across": 32, "vector": 4},
             {"single_wave": 1},
+            {"ctas_per_column": 3},
+            {"ctas_per_column": 8},
             {"lanes_across": 16, "access": "varlen"},
             {"lanes_across": 16, "access": "misaligned"},
             {"vector": 2, "access": "misaligned"},
@@ -122,7 +124,7 @@ def short(dtype: str) -> tuple[cases.Trial, ...]:
 
 @cache
 def long(dtype: str) -> tuple[cases.Trial, ...]:
-    """What those that are cut, or a single wave, are given besides: it takes as long to solve as to compile one."""
+    """What those that are cut, or shared by blocks, are given besides: it takes as long to solve as to compile one."""
     torch.manual_seed(1)
     posed = [*product(LONG, (LASTING, replace(LASTING, reverse=True)))]
     posed += [(shape, LASTING) for shape in GROUPED.get(dtype, ())]
@@ -137,7 +139,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     checked = 0
-    cut = {"prefix_lead", "single_wave"} & {*dict(variant.statics)}
+    cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
     for trial in (*short(dtype), *(long(dtype) if cut else ())):
         for case in trial.launches(kernel.name):
             if kernel.rules.accepts(variant, case.problem) is None:

@@ -179,6 +179,7 @@ def test_how_full_segments_are() -> None:
 def test_kernels_count_the_bytes_that_launches_do() -> None:
     headers = (*FAMILY.folder.glob("*.cuh"), *FAMILY.folder.with_name("common").glob("*.cuh"))
     sources = {path.name: path.read_text(encoding="utf-8") for path in headers}
+    assert f"COUNTER = {streams.COUNTER} }};" in sources["multi_cta_column.cuh"]
     assert f"HEAD = {streams.HEAD} }};" in sources["workspace_init.cuh"]
     assert f"LINE = {streams.LINE} / sizeof(Storage)," in sources["time_stream.cuh"]
     assert f"LEAST_GROUP = {streams.LEAST_GROUP} }};" in sources["lookback.cuh"]
@@ -234,7 +235,7 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
         assert launch.workspace == (streams.HEAD + told if ctas > 1 else 0)
         assert launch.zeroed == (ctas == 1)
     assert kernel.rules.exceeds_residency(variant, small, 6) is None
-    assert "6 columns, and 5 blocks run at once" in str(
+    assert "6 blocks share 6 columns, and 5 run at once" in str(
         kernel.rules.exceeds_residency(variant, small, 5)
     )
     assert (
@@ -246,3 +247,23 @@ def test_columns_are_read_at_once_by_as_many_blocks_as_there_is_room_for(dtype: 
     assert "201326592 bytes of gates and tokens" in str(
         kernel.rules.accepts(variant, replace(small, time=1 << 17))
     )
+
+
+@pytest.mark.parametrize("ctas", [3, 4, 8])
+def test_blocks_share_columns_where_all_of_them_run_at_once(ctas: int) -> None:
+    kernel = FAMILY.kernel("channel_last_forward", "cuda")
+    variant = next(v for v in kernel.every if dict(v.statics).get("ctas_per_column") == ctas)
+    dtype = variant.text("dtype")
+    problem = replace(
+        a_problem("channel_last_forward", channels=1000), dtype=dtype, gates_dtype=dtype
+    )
+    assert kernel.rules.accepts(variant, problem) is None
+    blocks = 2 * 16 * ctas
+    assert kernel.rules.exceeds_residency(variant, problem, blocks) is None
+    crowded = kernel.rules.exceeds_residency(variant, problem, blocks - 1)
+    assert crowded is not None
+    assert f"{blocks} blocks share 32 columns, and {blocks - 1} run at once" in crowded
+    launch = kernel.launch(variant, problem, blocks)
+    assert launch.grid[0] == blocks
+    turns = 2 * (variant.number("aggregate_lead") + 1)
+    assert launch.workspace == 256 + 8 * blocks * 64 * turns

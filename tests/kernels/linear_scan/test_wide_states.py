@@ -74,6 +74,7 @@ def backwards() -> Iterator[Variant]:
                 "lanes_across",
                 "prefix_lead",
                 "single_wave",
+                "ctas_per_column",
                 "reverse",
             }
             kind = (layout, statics["gates"], statics["access"], *sorted(ways))
