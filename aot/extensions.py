@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = "scan_registry.ops._cpu"
 
 
-class BuildExtensions(build_ext):
+class BuildExtensions(build_ext):  # type: ignore[misc]  # setuptools has no types
     """setuptools' command, with the families' sources, and all headers as dependencies."""
 
     def finalize_options(self) -> None:

@@ -89,14 +89,6 @@ def pinned(statics: Pins) -> str:
     return ",".join(f"{name}={value}" for name, value in statics)
 
 
-def common_alignment(addresses: Iterable[int]) -> int:
-    """Bytes, at most 16, that divide every address."""
-    together = 16
-    for address in addresses:
-        together |= address
-    return together & -together
-
-
 @dataclass(frozen=True)
 class Space:
     """Variants that there can be of a kernel, as pinnings of its static parameters.

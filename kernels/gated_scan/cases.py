@@ -13,6 +13,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import (
@@ -26,7 +27,6 @@ from scan_registry.kernels.gated_scan.problem import (
     Layout,
     Strides,
 )
-from scan_registry.kernels.model import common_alignment
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}

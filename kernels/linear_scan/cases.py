@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
@@ -24,7 +25,6 @@ from scan_registry.kernels.linear_scan.problem import (
     Strides,
 )
 from scan_registry.kernels.linear_scan.spec import DIRECTIONS, LAYOUTS
-from scan_registry.kernels.model import common_alignment
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {

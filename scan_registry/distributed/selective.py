@@ -27,12 +27,12 @@ from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
 from scan_registry.distributed.selective_chunks import Summary
-from scan_registry.ops.call import unobserved
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.op import plans
 from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options, normalised
 from scan_registry.kernels.selective_scan.op.autograd import first_derivative
 from scan_registry.kernels.selective_scan.op.function import selective_scan as scan_of_one
+from scan_registry.ops.call import unobserved
 from scan_registry.ops.checks import as_bool
 
 if TYPE_CHECKING:

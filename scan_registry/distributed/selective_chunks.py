@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor, addcmul, stack, zeros_like
 
-from scan_registry.kernels.selective_scan.problem import INTERVAL
 from scan_registry.kernels.selective_scan.op.arguments import Arguments
+from scan_registry.kernels.selective_scan.problem import INTERVAL
 
 #: With so many rows an H100's time for an element is the shortest.
 FULL = 16_384

@@ -16,9 +16,9 @@ from scan_registry.distributed.opening import refused
 from scan_registry.distributed.parts import Steps
 from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options
-from scan_registry.ops.call import PLAIN_TYPES, unobserved
 from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_summary_call
 from scan_registry.kernels.linear_scan.op.summary import linear_scan_summary
+from scan_registry.ops.call import PLAIN_TYPES, unobserved
 from scan_registry.ops.launching import plan_cache
 from scan_registry.ops.sharded import is_dtensor
 

@@ -6,7 +6,7 @@ composed ones compute derivatives of derivatives, forward mode and ``torch.func`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -269,8 +269,16 @@ class Derivatives:
 
     # The operators of torch.
 
-    def register(self, module: str, attribute: str, schema: str, backward_schema: str) -> None:
-        """Register the operator and its backward pass. ``attribute`` of ``module`` is this object."""
+    def register(
+        self,
+        module: str,
+        attribute: str,
+        formulas: Mapping[str, flops.Formula],
+        schema: str,
+        backward_schema: str,
+    ) -> None:
+        """Register the operator and its backward pass, and what counts their operations. ``attribute`` of ``module`` is this
+        object."""
 
         def functions(*names: str) -> dict[str, str]:
             keys = "device", "Autograd", "Meta", "FuncTorchBatchedDecomposition"
@@ -284,7 +292,9 @@ class Derivatives:
         self.op = register(schema, module, of_calls)
         backward = functions(*[f"backward_{name}" for name in names])
         self.backward_op = register(backward_schema, module, backward)
-        flops.announce()  # for graphs of torch.compile, which call the operators by themselves
+        flops.add(
+            formulas
+        )  # now, for graphs of torch.compile, which call the operators by themselves
 
     def on_device(self, *args: Any) -> Tensors:
         """The operator's kernel."""

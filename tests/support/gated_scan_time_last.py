@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan import time_last
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
@@ -20,7 +21,6 @@ from scan_registry.kernels.gated_scan.problem import (
     Direction,
     GatedScanProblem,
     Strides,
-    common_alignment,
 )
 from scan_registry.kernels.model import Kernel, Variant
 

@@ -24,6 +24,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
     normalised,
     update_arguments,
 )
+from scan_registry.kernels.causal_conv1d.op.flops import FORMULAS
 from scan_registry.ops import flops
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path, unobserved, unwatched
@@ -144,6 +145,7 @@ _TENSORS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state, Tensor
 OPERATOR.register(
     __name__,
     "OPERATOR",
+    FORMULAS,
     f"causal_conv1d({_TENSORS}, bool silu, bool final, str backend) -> (Tensor, Tensor)",
     f"causal_conv1d_backward({_TENSORS}, Tensor y_grad, Tensor? final_grad, bool silu, str backend, "
     "bool[4] wanted) -> (Tensor, Tensor, Tensor, Tensor)",

@@ -17,6 +17,7 @@ from scan_registry.base.environment import flag
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op import composed, plans
 from scan_registry.kernels.gated_scan.op.arguments import RANGES, Arguments, Options, normalised
+from scan_registry.kernels.gated_scan.op.flops import FORMULAS
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
@@ -155,6 +156,7 @@ _TENSORS = (
 OPERATOR.register(
     __name__,
     "OPERATOR",
+    FORMULAS,
     f"gated_scan({_TENSORS}, int dim, bool reverse, bool final, str backend) -> (Tensor, Tensor)",
     f"gated_scan_backward({_TENSORS}, Tensor states, Tensor? states_grad, Tensor? final_grad, int dim, "
     "bool reverse, str backend, bool[] wanted) -> Tensor[]",

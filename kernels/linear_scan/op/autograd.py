@@ -18,20 +18,17 @@ from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.fit import Tier
 from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options, normalised
+from scan_registry.kernels.linear_scan.op.flops import FORMULAS
 from scan_registry.kernels.linear_scan.op.plans import Wanted
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.autograd import Derivatives, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import (
-    PLAIN_TYPES,
     fast_path,
     has_tangents,
-    unobserved,
     wants_gradient,
 )
 from scan_registry.ops.registration import below_autograd, record
-
-__all__ = ["PLAIN_TYPES", "before", "fast_scan", "first_derivative", "scan", "unobserved"]
 
 Outputs = tuple[Tensor, Tensor | None]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -342,6 +339,7 @@ def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, op
 OPERATOR.register(
     __name__,
     "OPERATOR",
+    FORMULAS,
     "linear_scan(Tensor gates, Tensor tokens, Tensor? initial_state, Tensor? cu_seqlens, int dim, "
     "bool reverse, bool final, str backend) -> (Tensor, Tensor)",
     "linear_scan_backward(Tensor gates, Tensor? states, Tensor states_grad, Tensor? initial_state, "

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.linear_scan.op.layout import (
     Arrangement,
@@ -20,7 +21,6 @@ from scan_registry.kernels.linear_scan.problem import (
     LinearScanProblem,
 )
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
-from scan_registry.kernels.model import common_alignment
 from scan_registry.ops.strides import as_new, dense_strides, memory_order
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.op import plans as rnn_plans
 from scan_registry.kernels.rnn.op.arguments import Arguments, Options
+from scan_registry.kernels.rnn.op.flops import FORMULAS
 from scan_registry.kernels.rnn.op.plans import Outputs
 from scan_registry.kernels.rnn.problem import SIZES, Clips
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
@@ -174,6 +175,7 @@ def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
 OPERATOR.register(
     __name__,
     "OPERATOR",
+    FORMULAS,
     "rnn(Tensor inputs, Tensor recurrent, Tensor bias, Tensor? initial, Tensor? reset, "
     f"Tensor? reset_states, {_OPTIONS}, bool training) -> (Tensor, Tensor, Tensor)",
     "rnn_backward(Tensor recurrent, Tensor states, Tensor? initial, Tensor? reset, Tensor? reset_states, "

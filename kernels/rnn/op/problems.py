@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.dispatch.select import Backend
-from scan_registry.kernels.model import Problem, common_alignment
+from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn.op import steps as rnn_steps
 from scan_registry.kernels.rnn.op.arguments import WAYS, Options
 from scan_registry.kernels.rnn.problem import STRIDED, Direction, RnnProblem

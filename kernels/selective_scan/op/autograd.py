@@ -22,6 +22,7 @@ from scan_registry.kernels.selective_scan.op.arguments import (
     grouped,
     normalised,
 )
+from scan_registry.kernels.selective_scan.op.flops import FORMULAS
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.strides import lying_as_new
@@ -170,6 +171,7 @@ _TENSORS = (
 OPERATOR.register(
     __name__,
     "OPERATOR",
+    FORMULAS,
     f"selective_scan({_TENSORS}, bool softplus, str backend, bool training) -> (Tensor, Tensor, Tensor)",
     f"selective_scan_backward({_TENSORS}, Tensor checkpoints, Tensor out_grad, Tensor? final_grad, "
     "bool softplus, str backend, bool[] wanted) -> "

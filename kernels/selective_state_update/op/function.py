@@ -10,6 +10,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_state_update.op import plans
 from scan_registry.kernels.selective_state_update.op.arguments import BACKENDS, Arguments, check
+from scan_registry.kernels.selective_state_update.op.flops import FORMULAS
 from scan_registry.kernels.selective_state_update.op.plans import KernelCall
 from scan_registry.ops import flops
 from scan_registry.ops.call import has_tangents, unobserved, unwatched
@@ -185,4 +186,4 @@ _op = register(
     __name__,
     {"device": "_step", "Autograd": "_step_autograd", "Meta": "_step_fake"},
 )
-flops.announce()
+flops.add(FORMULAS)
