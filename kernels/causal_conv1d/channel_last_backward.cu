@@ -40,6 +40,8 @@ struct Backward {
     Storage* out = args.x_grad.data + tile.batch * args.x_grad.batch + (tile.end - 1) * args.x_grad.time + tile.channel;
     float g[TAPS][VECTOR] = {};  // g[m] is that of m steps later
 
+    __device__ explicit Backward(const Arguments& args) : args(args) {}
+
     __device__ void run() {
 #pragma unroll
         for (int j = 1; j < TAPS; j++) window.set(j, row_at(in, args.x.time, tile.any ? t + 1 - j : -1));
@@ -169,10 +171,10 @@ causal_conv1d_channel_last_backward(const Storage* x, const void* weight, const 
                                     i64 y_grad_batch, i64 y_grad_channel, i64 y_grad_time, i64 x_grad_batch,
                                     i64 x_grad_channel, i64 x_grad_time, i64 lane_bits, i64 steps, i64 pieces,
                                     i64 flags) {
-    Backward{{{x, x_batch, x_channel, x_time},
+    Backward({{x, x_batch, x_channel, x_time},
               {y_grad, y_grad_batch, y_grad_channel, y_grad_time},
               {x_grad, x_grad_batch, x_grad_channel, x_grad_time},
               weight, bias, initial_state, final_state_grad, initial_state_grad, seq_idx, cu_seqlens, partials,
-              channels, length, taps, sequences, lane_bits, steps, pieces, flags}}
+              channels, length, taps, sequences, lane_bits, steps, pieces, flags})
         .run();
 }

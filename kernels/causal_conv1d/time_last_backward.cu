@@ -61,6 +61,8 @@ struct Backward {
     float kept[KEPT] = {};  // gradients at the begin of the tile after
     float tap_grad[TAPS] = {}, bias_grad = 0;
 
+    __device__ explicit Backward(const Arguments& args) : args(args) {}
+
     __device__ void run() {
         filter.load(args.weight, args.bias, piece.channel, width, args.flags);
         load();
@@ -207,10 +209,10 @@ causal_conv1d_time_last_backward(const Storage* x, const void* weight, const voi
                                  i64 x_batch, i64 x_channel, i64 x_time, i64 y_grad_batch, i64 y_grad_channel,
                                  i64 y_grad_time, i64 x_grad_batch, i64 x_grad_channel, i64 x_grad_time,
                                  i64 lane_bits, i64 steps, i64 pieces, i64 flags) {
-    Backward{{{x, x_batch, x_channel, x_time},
+    Backward({{x, x_batch, x_channel, x_time},
               {y_grad, y_grad_batch, y_grad_channel, y_grad_time},
               {x_grad, x_grad_batch, x_grad_channel, x_grad_time},
               weight, bias, initial_state, final_state_grad, initial_state_grad, seq_idx, cu_seqlens, partials,
-              batches, channels, all_steps, taps, sequences, lane_bits, steps, pieces, flags}}
+              batches, channels, all_steps, taps, sequences, lane_bits, steps, pieces, flags})
         .run();
 }

@@ -72,6 +72,8 @@ struct Adjoint {
     Values next_delta[PER_LANE], next_z[PER_LANE], next_grad[PER_LANE];
     ProjectionTile projections;
 
+    __device__ explicit Adjoint(const Arguments& args) : args(args) {}
+
     __device__ void run() {
         load_channels();
         if (end_tile > first_tile) load(end_tile - 1);
@@ -186,12 +188,12 @@ selective_scan_adjoint(const Storage* delta, const float* A, const Storage* C, c
                        i64 sequences, i64 parts, i64 flags, i64 delta_batch, i64 delta_channel, i64 delta_time,
                        i64 z_batch, i64 z_channel, i64 z_time, i64 grad_batch, i64 grad_channel, i64 grad_time,
                        i64 C_batch, i64 C_group, i64 C_state, i64 C_time) {
-    Adjoint{{{delta, delta_batch, delta_channel, delta_time},
+    Adjoint({{delta, delta_batch, delta_channel, delta_time},
              {z, z_batch, z_channel, z_time},
              {out_grad, grad_batch, grad_channel, grad_time},
              {C, C_batch, C_group, C_state, C_time, bool(flags & C_CONTIGUOUS)},
              A, delta_bias, adjoints, sizes, cu_seqlens,
              {batch, channels, time, states, group_channels, sequences, parts},
-             flags}}
+             flags})
         .run();
 }

@@ -93,6 +93,8 @@ struct Backward {
     LaneStates decay, carry, decay_grad, decay_lost;
     LaneStates h;  // before the tile
 
+    __device__ explicit Backward(const Arguments& args) : args(args) {}
+
     __device__ void run() {
         load_channels();
         for (int block = 0; block < blocks; block++) begin_block(block), save(block, true);
@@ -604,7 +606,7 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
                         i64 z_channel, i64 z_time, i64 grad_batch, i64 grad_channel, i64 grad_time,
                         i64 u_grad_batch, i64 u_grad_channel, i64 u_grad_time, i64 B_batch, i64 B_group,
                         i64 B_state, i64 B_time, i64 C_batch, i64 C_group, i64 C_state, i64 C_time) {
-    Backward{{{u, u_batch, u_channel, u_time},
+    Backward({{u, u_batch, u_channel, u_time},
               {delta, delta_batch, delta_channel, delta_time},
               {z, z_batch, z_channel, z_time},
               {out_grad, grad_batch, grad_channel, grad_time},
@@ -616,6 +618,6 @@ selective_scan_backward(const Storage* u, const Storage* delta, const float* A, 
               A, D, delta_bias, final_grad, checkpoints, adjoints, sizes,
               A_grad, B_grad, C_grad, D_grad, bias_grad, initial_grad, carries, cu_seqlens,
               {batch, channels, time, states, group_channels, sequences, parts},
-              flags}}
+              flags})
         .run();
 }

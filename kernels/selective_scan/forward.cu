@@ -92,6 +92,8 @@ struct Forward {
     Values next_u[PER_LANE], next_delta[PER_LANE], u[PER_LANE], z[PER_LANE];
     ProjectionTile projections;
 
+    __device__ explicit Forward(const Arguments& args) : args(args) {}
+
     __device__ void run() {
         load_channels();
         load_states();
@@ -360,7 +362,7 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
                        i64 delta_time, i64 z_batch, i64 z_channel, i64 z_time, i64 out_batch, i64 out_channel,
                        i64 out_time, i64 B_batch, i64 B_group, i64 B_state, i64 B_time, i64 C_batch, i64 C_group,
                        i64 C_state, i64 C_time) {
-    Forward{{{u, u_batch, u_channel, u_time},
+    Forward({{u, u_batch, u_channel, u_time},
              {delta, delta_batch, delta_channel, delta_time},
              {z, z_batch, z_channel, z_time},
              {out, out_batch, out_channel, out_time},
@@ -368,6 +370,6 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
              {C, C_batch, C_group, C_state, C_time, bool(flags & C_CONTIGUOUS)},
              A, D, delta_bias, initial_state, final_state, checkpoints, cu_seqlens,
              {batch, channels, time, states, group_channels, sequences, 1},
-             flags}}
+             flags})
         .run();
 }

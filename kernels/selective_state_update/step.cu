@@ -170,6 +170,8 @@ struct StateUpdate {
     const int end = int(begin + args.steps < args.batches ? begin + args.steps : args.batches);
     float decay[TIED ? 1 : CHUNKS][TIED ? 1 : VECTOR];
 
+    __device__ explicit StateUpdate(const Arguments& args) : args(args) {}
+
     __device__ void run() {
 #pragma unroll 1
         for (int batch = begin; batch < end; batch++) {
@@ -282,7 +284,7 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                        i64 z_head, i64 z_channel, i64 out_batch, i64 out_head, i64 out_channel, i64 A_head,
                        i64 A_channel, i64 A_state, i64 B_batch, i64 B_group, i64 B_state, i64 C_batch, i64 C_group,
                        i64 C_state, i64 D_head, i64 D_channel, i64 bias_head, i64 bias_channel, i64 indices_batch) {
-    StateUpdate{{state, state_slot, state_head, state_channel, state_state,
+    StateUpdate({state, state_slot, state_head, state_channel, state_state,
                  {x, x_batch, x_head, x_channel},
                  {dt, dt_batch, dt_head, dt_channel},
                  {z, z_batch, z_head, z_channel},
@@ -292,6 +294,6 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                  {D, D_head, D_channel},
                  {bias, bias_head, bias_channel},
                  indices, indices_batch, out, out_batch, out_head, out_channel,
-                 batches, heads, channels, states, group_rows, slots, lane_bits, steps, formats, flags}}
+                 batches, heads, channels, states, group_rows, slots, lane_bits, steps, formats, flags})
         .run();
 }
