@@ -81,14 +81,14 @@ struct Slot {
 // of two rows, as the tensor cores take them.
 template <int TILES, int HELD, int STORED>
 struct Weights {
-    uint4 held[HELD][TILES][2];
+    uint4 in_registers[HELD][TILES][2];
 
     __device__ static uint4* stored(int chunk, int tile, int half) {
         return reinterpret_cast<uint4*>(dynamic_shared()) +
                ((chunk * TILES + tile) * 2 + half) * THREADS + threadIdx.x;
     }
     __device__ uint4 operand(int chunk, int tile, int half) const {
-        return chunk < HELD ? held[chunk < HELD ? chunk : 0][tile][half]
+        return chunk < HELD ? in_registers[chunk < HELD ? chunk : 0][tile][half]
                             : *stored(chunk - HELD, tile, half);
     }
     // `load` is called with a chunk's number, a tile and the words of two rows to fill in.
@@ -100,8 +100,8 @@ struct Weights {
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
                 load(c, m, top, bottom);
-                held[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
-                held[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
+                in_registers[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
+                in_registers[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
             }
 #pragma unroll 1
         for (int c = 0; c < STORED; c++)

@@ -34,7 +34,7 @@ struct LanePosition {
 
 // Whole rows of R.
 struct Weights {
-    uint4 held[CHUNKS][TILES][2];
+    uint4 in_registers[CHUNKS][TILES][2];
 
     __device__ void load(const Storage* recurrent, const LanePosition& at, unsigned head, unsigned heads,
                          unsigned dim) {
@@ -54,8 +54,8 @@ struct Weights {
                     return make_uint4(from[0], from[1], from[2], from[3]);
                 };
                 const uint4 top = words(4 * m + int(at.high)), bottom = words(4 * m + 2 + int(at.high));
-                held[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
-                held[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
+                in_registers[c][m][0] = make_uint4(top.x, bottom.x, top.y, bottom.y);
+                in_registers[c][m][1] = make_uint4(top.z, bottom.z, top.w, bottom.w);
             }
     }
 
@@ -67,8 +67,8 @@ struct Weights {
         for (int c = 0; c < CHUNKS; c++)
 #pragma unroll
             for (int m = 0; m < TILES; m++) {
-                Element::multiply(sums[2 * c % CHAINS][m], held[c][m][0], make_uint2(h[c].x, h[c].y));
-                Element::multiply(sums[(2 * c + 1) % CHAINS][m], held[c][m][1],
+                Element::multiply(sums[2 * c % CHAINS][m], in_registers[c][m][0], make_uint2(h[c].x, h[c].y));
+                Element::multiply(sums[(2 * c + 1) % CHAINS][m], in_registers[c][m][1],
                                   make_uint2(h[c].z, h[c].w));
             }
 #pragma unroll

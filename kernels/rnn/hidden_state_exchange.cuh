@@ -7,22 +7,8 @@
 // Publication number p, counted from 0 over all that a group of CTAs works on, has slot p % RING, with values in
 // the order [batch][value].
 //
-// Slots have to be emptied before they are used again. Every PERIOD publications, after publication p,
-// each thread empties its own words of publications up to p − 2, then executes a fence, as all threads
-// do. That this is early and late enough:
-//
-// - Early enough to be read by all: a CTA publishes p after a barrier before which its warps have,
-//   between them, received all of p − 1. So every CTA had published its part of p − 1, which it did
-//   after a barrier of its own before which its warps had received all of p − 2.
-// - Late enough to be written again by the same thread: accesses of a thread to one word stay in order.
-// - Late enough for every reader, who must not take what is left of publication q − RING for
-//   publication q. Let thread A empty a word after publication p; its fence and then its publication
-//   p + 1 release that. A thread B of any other CTA receives p + 1 before its CTA publishes p + 2,
-//   and executes a fence after its CTA publishes p + PERIOD at the latest, which acquires it. After
-//   the next barrier, with which the CTA publishes p + PERIOD + 1, all of B's CTA know the word as
-//   empty: in time for whoever receives q ≥ p + PERIOD + 1. The last p before which q − RING was read
-//   by all, q − RING ≤ p − 2, lies in the PERIOD numbers up to q − PERIOD − 1, so it is at least
-//   q − 2 PERIOD; and RING ≥ 2 PERIOD + 2 makes that suffice.
+// Every PERIOD publications, after publication p, each thread empties its own words of publications up to p − 2, then executes
+// a fence, as all threads do. notes/hidden_state_exchange.md shows that this is early and late enough.
 #pragma once
 #include "../common/global_memory.cuh"
 #include "clock.cuh"

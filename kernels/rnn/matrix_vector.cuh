@@ -47,7 +47,7 @@ struct Vectors {
 
 // The lane's words of R, and its products: of row n with vector n, or with the only vector.
 struct Matrix {
-    float4 held[HELD][RECURRENT];
+    float4 in_registers[HELD][RECURRENT];
 
     __device__ static float4* stored(int word, int n) {
         return reinterpret_cast<float4*>(dynamic_shared()) + (word * RECURRENT + n) * THREADS + threadIdx.x;
@@ -79,7 +79,7 @@ struct Matrix {
 #pragma unroll
             for (int i = 0; i < HELD; i++) {
                 if (past_end(i, dim)) break;
-                held[i][n] = next();
+                in_registers[i][n] = next();
             }
 #pragma unroll 1
             for (int i = 0; i < STORED; i++) {
@@ -116,7 +116,7 @@ struct Matrix {
             if (past_end(i, dim)) break;
             if (i + READ_AHEAD < HELD) read(coming[(i + READ_AHEAD) % (READ_AHEAD + 1)], i + READ_AHEAD);
 #pragma unroll
-            for (int n = 0; n < RECURRENT; n++) add(n, held[i][n], coming[i % (READ_AHEAD + 1)]);
+            for (int n = 0; n < RECURRENT; n++) add(n, in_registers[i][n], coming[i % (READ_AHEAD + 1)]);
         }
 #pragma unroll 1
         for (int i = 0; i < STORED; i++) {

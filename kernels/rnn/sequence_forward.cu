@@ -1,7 +1,7 @@
 // A recurrent network over a whole sequence, in one launch: for each head, batch and time
 //     h[t], … = cell(inputs[t], R·h[t-1] + b, …)
 //
-// R stays where a CTA keeps its part of it, see CTA.cuh; what the CTAs of a group tell each other is
+// R stays where a CTA keeps its part of it, see block.cuh; what the CTAs of a group tell each other is
 // h, see hidden_state_exchange.cuh: in a step, a warp waits for the words of h[t-1] that meet its part of R,
 // multiplies, and the owners of the slots add up, compute h[t] of their units and publish it. Inputs
 // come a step ahead from the L2 cache and several steps ahead from memory. All CTAs have to be running
