@@ -16,14 +16,6 @@ using Element = ELEMENT;
 using Storage = Element::Storage;
 
 enum : int { THREADS = 32 * WARPS, SIZE = sizeof(Storage) };
-
-// A tensor of (batch, channel, time).
-template <class Pointer>
-struct Strided {
-    Pointer data;
-    i64 batch, channel, time;  // strides
-};
-
 // Bits of the argument `flags`.
 enum : i64 { SILU = 1, WIDE_WEIGHTS = 2 };
 

@@ -13,13 +13,18 @@ from pathlib import Path
 import pytest
 
 import scan_registry
+from scan_registry import kernels
 
-PACKAGE = Path(scan_registry.__file__).parent
+#: The package and the families, which lie elsewhere in an editable installation.
+FOLDERS = {
+    package.__name__: Path(str(package.__file__)).parent for package in (scan_registry, kernels)
+}
 #: Modules that commands alone need.
 OF_COMMANDS = (
     *(f"scan_registry.{name}" for name in ("__main__", "bench", "cli", "tuner")),
     *(f"scan_registry.{name}.*" for name in ("bench", "cli", "tuner")),
-    *(f"scan_registry.ops.{name}" for name in ("benchmark", "*_bench", "*_baselines", "*_random")),
+    "scan_registry.ops.benchmark",
+    *(f"scan_registry.kernels.*.op.{name}" for name in ("bench", "baselines", "random_cases")),
 )
 
 
@@ -43,8 +48,9 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def test_no_other_module_imports_them() -> None:
     wrong = [
         (name, target)
-        for path in PACKAGE.rglob("*.py")
-        if not of_commands(name := ".".join(("scan_registry", *path.relative_to(PACKAGE).with_suffix("").parts)))
+        for package, folder in FOLDERS.items()
+        for path in folder.rglob("*.py")
+        if not of_commands(name := ".".join((package, *path.relative_to(folder).with_suffix("").parts)))
         for target in imported(ast.parse(path.read_text(encoding="utf-8")))
         if of_commands(target)
     ]  # fmt: skip
@@ -54,10 +60,10 @@ def test_no_other_module_imports_them() -> None:
 @pytest.mark.parametrize(
     ("source", "modules"),
     [
-        ("from scan_registry.ops import rnn_bench", True),
+        ("from scan_registry.kernels.rnn.op import bench", True),
         ("def f():\n    import scan_registry.tuner.engine", True),
         ("if TYPE_CHECKING:\n    from scan_registry.kernels.rnn.op.bench import Case", False),
-        ("from scan_registry.ops import rnn", False),
+        ("from scan_registry.kernels.rnn.op import function", False),
     ],
 )
 def test_an_import_of_one_is_seen(source: str, modules: bool) -> None:
@@ -68,6 +74,7 @@ CALLS = """
 import importlib, json, pkgutil, sys
 import torch
 import scan_registry
+from scan_registry import kernels
 from scan_registry import compat, distributed, nn
 
 for package in (scan_registry, nn, distributed):

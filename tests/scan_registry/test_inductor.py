@@ -118,7 +118,7 @@ def test_every_public_operator_has_a_case() -> None:
     operators = {
         name
         for name, each in public.items()
-        if isinstance(each, FunctionType) and each.__module__.startswith("scan_registry.ops.")
+        if isinstance(each, FunctionType) and each.__module__.startswith("scan_registry.kernels.")
     }
     assert operators == {*TRAINING, *STEPS}
 

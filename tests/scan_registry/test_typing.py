@@ -24,7 +24,6 @@ MODULES = (
     "scan_registry.compat.mamba_ssm",
     "scan_registry.distributed",
     "scan_registry.nn",
-    "scan_registry.ops",
 )
 #: Modules whose public names are the functions and classes that they define.
 REPLACEMENTS = (

@@ -57,12 +57,9 @@ RUNS: Mapping[str, tuple[str | Path, ...]] = {
     "driver": (TESTS / "hardware" / "test_driver.py",),
     "loader": (TESTS / "runtime" / "loader",),
     "kernels": (TESTS / "ops" / "cpu" / "test_right.py",),
-    "scans": tuple(
-        TESTS / "ops" / f"test_{name}_cpu.py"
-        for name in ("linear_scan", "selective_scan", "causal_conv1d")
-    ),
+    "operators": tuple(sorted((ROOT / "tests" / "kernels").glob("*/op/test_cpu.py"))),
     "networks": (
-        *(TESTS / "ops" / f"test_{name}.py" for name in ("rnn", "rnn_cpu")),
+        ROOT / "tests" / "kernels" / "rnn" / "op" / "test_function.py",
         TESTS / "nn" / "test_modules.py",
     ),
 }

@@ -23,8 +23,8 @@ SMALL = Case("channel_last", 2, 8, 16, "float32")
 
 def schema() -> Any:
     return json.loads(
-        files("scan_registry")
-        .joinpath("kernels", "linear_scan", "op", "bench.json")
+        files("scan_registry.kernels")
+        .joinpath("linear_scan", "op", "bench.json")
         .read_text(encoding="utf-8")
     )
 

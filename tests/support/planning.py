@@ -15,9 +15,8 @@ def forget_plans(
 ) -> tuple[list[Any], list[Any]]:
     """Has the operator plan its calls anew: by the fast path, or else by the other. Lists the plans that its fast path makes,
     forward and backward."""
-    module = importlib.import_module(f"scan_registry.ops.{name}")
-    home = "derivatives" if name == "linear_scan" else f"{name}_derivatives"
-    derivatives = importlib.import_module(f"scan_registry.ops.{home}")
+    module = importlib.import_module(f"scan_registry.kernels.{name}.op.function")
+    derivatives = importlib.import_module(f"scan_registry.kernels.{name}.op.autograd")
     made: tuple[list[Any], list[Any]] = [], []
 
     def fresh(plan: Any, kept: list[Any]) -> Any:

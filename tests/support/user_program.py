@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from typing_extensions import assert_type
 
 import scan_registry
-from scan_registry import compat, distributed, nn, ops
+from scan_registry import compat, distributed, nn
 from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
 from scan_registry.compat import causal_conv1d as compat_conv1d
 from scan_registry.compat.flashrnn import FlashRNNConfig
@@ -26,7 +26,7 @@ def scans(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     either = scan_registry.linear_scan(gates, tokens, reverse=True, return_final_state=final)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     bounds = torch.tensor([0, 3, gates.shape[-1]])
-    packed = ops.linear_scan.linear_scan(gates, tokens, cu_seqlens=bounds, backend="reference")
+    packed = scan_registry.linear_scan(gates, tokens, cu_seqlens=bounds, backend="reference")
     summary = scan_registry.linear_scan_summary(gates, tokens, dim=-1, reverse=True)
     assert_type(summary, tuple[Tensor, Tensor])
     return states + both[0] + packed + summary[1].unsqueeze(-1)
@@ -39,7 +39,7 @@ def gated_scans(x: Tensor, final: bool) -> Tensor:
     assert_type(states, Tensor)
     both = scan_registry.gated_scan("linear", x, x, reset=reset, return_final_state=True)
     assert_type(both, tuple[Tensor, Tensor])
-    either = ops.gated_scan.gated_scan("rg_lru", x, x, x, x[0, :, 0], return_final_state=final)
+    either = scan_registry.gated_scan("rg_lru", x, x, x, x[0, :, 0], return_final_state=final)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     assert_type(scan_registry.linear_scan(x, x, reset=reset), Tensor)
     gru = scan_registry.min_gru(x, x, activation="identity")
@@ -71,7 +71,7 @@ def convolutions(x: Tensor, final: bool) -> Tensor:
     assert_type(y, Tensor)
     both = scan_registry.causal_conv1d(x, weight, initial_state=None, return_final_state=True)
     assert_type(both, tuple[Tensor, Tensor])
-    either = ops.causal_conv1d.causal_conv1d(x, weight, seq_idx=None, return_final_state=final)
+    either = scan_registry.causal_conv1d(x, weight, seq_idx=None, return_final_state=final)
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     step = scan_registry.causal_conv1d_update(x[..., 0], both[1], weight, bias, "silu")
     assert_type(step, Tensor)
@@ -86,7 +86,7 @@ def networks() -> Tensor:
     """``rnn``, and what it keeps."""
     wx, r = torch.randn(2, 5, 4, 3, 8), torch.randn(4, 3, 8, 8)
     every, last = scan_registry.rnn(wx, r, None, function="lstm", backend="auto")
-    again, _ = ops.rnn.rnn(wx, r, torch.zeros(4, 3, 8), last, forward_clipval=1.0)
+    again, _ = scan_registry.rnn(wx, r, torch.zeros(4, 3, 8), last, forward_clipval=1.0)
     marks, bounds = torch.zeros(2, 5, dtype=torch.bool), torch.tensor([0, 2, 5])
     scan_registry.rnn(wx, r, None, reset=marks, reset_states=last, cu_seqlens=None)
     scan_registry.rnn(wx, r, None, cu_seqlens=bounds, max_seqlen=3)
@@ -117,7 +117,7 @@ def selective_scans(final: bool) -> Tensor:
     )
     assert_type(either, Tensor | tuple[Tensor, Tensor])
     bounds = torch.tensor([0, 2, 6])
-    packed = ops.selective_scan.selective_scan(
+    packed = scan_registry.selective_scan(
         u, delta, A, B, C, initial_state=torch.zeros(1, 2, 4, 3), cu_seqlens=bounds
     )
     return out + both[0] + packed
@@ -196,7 +196,7 @@ def mamba(x: Tensor) -> Tensor:
     assert_type(one, Tensor)
     assert [mamba_ssm.Mamba, mamba_ssm.mamba_inner_fn, mamba_ssm.selective_scan_fn]
     assert [scans.mamba_inner_ref, mamba_ssm.modules]
-    assert [compat.causal_conv1d, ops.causal_conv1d, ops.selective_scan]
+    assert compat.causal_conv1d
     assert [scan_registry.causal_conv1d, scan_registry.causal_conv1d_update]
     assert scan_registry.selective_scan.__doc__
     compat.install("mamba_ssm", "causal_conv1d")

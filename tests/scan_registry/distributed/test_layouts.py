@@ -9,18 +9,14 @@ import pytest
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from scan_registry import kernels
 from scan_registry.distributed import layouts
 from scan_registry.distributed.dtensor import Input, choose
 from scan_registry.distributed.layouts import LAYOUTS, Layout
 
-for module in (
-    "linear_scan",
-    "linear_scan_summary",
-    "gated_scan",
-    "selective_scan",
-    "causal_conv1d",
-):
-    import_module(f"scan_registry.ops.{module}")  # they register their operators
+for name in kernels.operators():
+    import_module(f"{kernels.__name__}.{name}.op.function")  # they register their operators
+import_module(f"{kernels.__name__}.linear_scan.op.summary")
 
 WHOLE, CHANNEL = "bct", "c"
 LAYOUT = Layout((WHOLE, CHANNEL), (WHOLE,), "bc")

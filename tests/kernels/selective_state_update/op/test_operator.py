@@ -15,6 +15,7 @@ from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.op import plans
 from scan_registry.kernels.selective_state_update.op.arguments import Arguments, check
 from scan_registry.kernels.selective_state_update.spec import FAMILY
+from scan_registry.ops.launching import addresses_of
 
 (KERNEL,) = FAMILY.kernels
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -119,7 +120,7 @@ def test_matches_plain_torch(
     expected = reference.step(*wide[:9], dt_softplus=softplus, indices=given.indices)
     chunked = (given.state, given.A, given.B, given.C)
     call = plans.make_kernel_call(
-        check(tuple(given), softplus, "auto"), softplus, plans._addresses(chunked)
+        check(tuple(given), softplus, "auto"), softplus, addresses_of(chunked)
     )
     taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, call.problem) is None]
     variant = min(taken, key=lambda variant: KERNEL.cost(variant, call.problem))
