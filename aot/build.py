@@ -32,7 +32,7 @@ Outcome = Made | str
 def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcome]:
     """One variant for all of its architectures, which have part of the work in common."""
     cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
-    made, shared = dict[Job, Outcome](), Shared()
+    outcomes, shared = dict[Job, Outcome](), Shared()
     for job in sorted(jobs, key=lambda job: (job.arch.is_ptx, job.arch)):
         try:
             binary, content = compile_variant(job.variant, job.arch, cache, shared)
@@ -44,10 +44,10 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
         except CompileError as error:
             if not job.optional:
                 raise
-            made[job] = str(error)
+            outcomes[job] = str(error)
         else:
-            made[job] = binary, content
-    return made
+            outcomes[job] = binary, content
+    return outcomes
 
 
 def _refuse_misfit(binary: Binary) -> None:
@@ -68,11 +68,11 @@ def build_archives(
     before are then left as they were.
     """
     jobs = plan(archs)
-    made = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
-    held = {arch: _held(made[job] for job in per_arch) for arch, per_arch in jobs.items()}
+    outcomes = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
+    by_arch = {arch: _held(outcomes[job] for job in per_arch) for arch, per_arch in jobs.items()}
     # Packing is compressing, which other threads need not wait for.
     with ThreadPoolExecutor(_workers()) as pool:
-        paths = [*pool.map(lambda arch: pack(folder, arch, held[arch], origin), held)]
+        paths = [*pool.map(lambda arch: pack(folder, arch, by_arch[arch], origin), by_arch)]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
         stale.unlink()
     return paths
@@ -92,24 +92,24 @@ def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, 
     by_variant: dict[Variant, list[Job]] = {}
     for job in jobs:
         by_variant.setdefault(job.variant, []).append(job)
-    made: dict[Job, Outcome] = {}
+    compiled: dict[Job, Outcome] = {}
     # Forked workers inherit how this process finds the packages, whatever that is.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(_workers(), mp_context=context)
     try:
         finished = pool.map(_compile, by_variant.values(), [cache_folder] * len(by_variant))
         for outcome in _reported(finished, len(by_variant)):
-            made |= outcome
+            compiled |= outcome
     finally:
         pool.shutdown(cancel_futures=True)
-    for arch in dict.fromkeys(job.arch for job in made):
-        outcomes = [outcome for job, outcome in made.items() if job.arch == arch]
+    for arch in dict.fromkeys(job.arch for job in compiled):
+        outcomes = [outcome for job, outcome in compiled.items() if job.arch == arch]
         for reason in (outcome for outcome in outcomes if isinstance(outcome, str)):
             _say(f"{arch.label}: left out: {reason}")
-        held = _held(outcomes)
-        size = sum(binary.size for binary, _ in held)
-        _say(f"{arch.label}: {len(held)} binaries, {size / 1e6:.2f} MB")
-    return made
+        entries = _held(outcomes)
+        size = sum(binary.size for binary, _ in entries)
+        _say(f"{arch.label}: {len(entries)} binaries, {size / 1e6:.2f} MB")
+    return compiled
 
 
 def _reported(

@@ -86,18 +86,18 @@ def _resources(cubin: bytes, entry: str) -> Resources:
     at, size, _ = sections[".nv.info"]
     symbols, _, _ = sections[".symtab"]
     text_index = sections[f".text.{entry}"][2]
-    found = {_FRAME_SIZE: 0, _REGISTER_COUNT: 0}
+    attributes = {_FRAME_SIZE: 0, _REGISTER_COUNT: 0}
     end = at + size
     while at < end:
         form, attribute, length = struct.unpack_from("<BBH", cubin, at)
         at += 4
         if form != _SIZED:
             continue
-        if attribute in found:
+        if attribute in attributes:
             symbol, value = struct.unpack_from("<II", cubin, at)
             (section,) = struct.unpack_from("<H", cubin, symbols + symbol * 24 + 6)
             if section == text_index:
-                found[attribute] = value
+                attributes[attribute] = value
         at += length
     shared = sections.get(f".nv.shared.{entry}", (0, 0, 0))[1]
-    return Resources(found[_REGISTER_COUNT], found[_FRAME_SIZE], shared)
+    return Resources(attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE], shared)

@@ -93,10 +93,10 @@ def _library() -> tuple[ctypes.CDLL, str]:
         major, minor = c_int(), c_int()
         if library.nvrtcVersion(byref(major), byref(minor)):
             continue
-        found = f"{major.value}.{minor.value}"
-        _load_builtins(candidate, found)
+        version = f"{major.value}.{minor.value}"
+        _load_builtins(candidate, version)
         stated = candidate.version or ""
-        return library, stated if f"{stated}.".startswith(f"{found}.") else found
+        return library, stated if f"{stated}.".startswith(f"{version}.") else version
     raise MissingCompilerError(
         "NVRTC is not installed; `pip install nvidia-cuda-nvrtc-cu12` gives it"
     )
@@ -186,14 +186,14 @@ class Nvrtc:
         """
         from scan_registry.aot import ptxas  # a warm start of the JIT assembles nothing
 
-        made = shared.get(str(_PORTABLE))
-        if made is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
+        like = shared.get(str(_PORTABLE))
+        if like is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
             return {}
         program = ptxas.find(self.identity().removeprefix("nvrtc "))
         texts = self.sources(kernel).values()
         if program is None or any(_tells_apart(text, _PORTABLE, target) for text in texts):
             return {}
-        ptx, log = made
+        ptx, log = like
         return {str(target): (ptxas.assemble(program, ptxas.retargeted(ptx, target), target), log)}
 
     def _images(

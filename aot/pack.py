@@ -75,5 +75,5 @@ def leave_tunings() -> None:
 def tunings(arch: Target) -> dict[str, tuple[Tuning, ...]]:
     """What tuning found that is of use in an archive, by how the kernels' variants begin."""
     kernels = [kernel for family in families().values() for kernel in family.kernels]
-    found = {kernel.head: tunings_for(kernel, arch) for kernel in kernels}
-    return {head: tuned for head, tuned in found.items() if tuned}
+    by_kernel = {kernel.head: tunings_for(kernel, arch) for kernel in kernels}
+    return {head: tuned for head, tuned in by_kernel.items() if tuned}

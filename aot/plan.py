@@ -36,8 +36,8 @@ def chosen_archs(settings: Mapping[str, object] | None = None) -> tuple[Target, 
     A list separated by commas, semicolons or blanks; ``all`` is the default and ``none`` builds no
     binaries. ``ValueError`` names a word that is not an architecture.
     """
-    given = (settings or {}).get("archs") or os.environ.get("SCAN_REGISTRY_ARCHS") or "all"
-    text = " ".join(given) if isinstance(given, list) else str(given)
+    setting = (settings or {}).get("archs") or os.environ.get("SCAN_REGISTRY_ARCHS") or "all"
+    text = " ".join(setting) if isinstance(setting, list) else str(setting)
     words = text.replace(",", " ").replace(";", " ").split()
     if words == ["none"]:
         return ()
@@ -77,14 +77,14 @@ def _jobs(kernel: Kernel, arch: Target) -> Iterator[Job]:
 def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
     """What tuning found of a kernel, as an archive has it: of its own GPUs; else of the nearest ones, and for PTX of
     all, with the times of few variants that are good there."""
-    own = tuple(each for each in kernel.tunable.tunings() if each.capability == arch.capability)
+    own = tuple(t for t in kernel.tunable.tunings() if t.capability == arch.capability)
     if own and not arch.is_ptx:
         return own
-    general = [each for each in kernel.tunable.timings() if not each.exclusive]
+    general = [tuning for tuning in kernel.tunable.timings() if not tuning.exclusive]
     nearest = nearest_arch(general, arch.capability)
     sources = general if arch.is_ptx else [nearest] if nearest else []
-    borrowed = (_borrowed(kernel, each, arch) for each in sources)
-    return tuple(each for each in borrowed if each.labels)
+    borrowed = (_borrowed(kernel, tuning, arch) for tuning in sources)
+    return tuple(tuning for tuning in borrowed if tuning.labels)
 
 
 def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:

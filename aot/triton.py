@@ -103,14 +103,14 @@ def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -
                 f"Triton is not installed; `pip install triton` gives it ({error})"
             ) from error
         try:
-            made = triton.compile(
+            compiled = triton.compile(
                 _source(kernel, variant, shared),
                 target=GPUTarget("cuda", target.number, 32),
                 options=_options(kernel, variant),
             )
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
-    return _Made(made.asm["ptx"], made.asm["cubin"], made.metadata)
+    return _Made(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata)
 
 
 def _assembled(kernel: Kernel, variant: Variant, target: Target, like: _Made) -> _Made:
@@ -141,12 +141,12 @@ def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
     from triton.compiler import ASTSource
 
     class Source(ASTSource):  # type: ignore[misc]  # triton ships no type information
-        def make_ir(self, *given: Any) -> Any:
-            context = given[-1]
+        def make_ir(self, *arguments: Any) -> Any:
+            context = arguments[-1]
             if "ttir" not in shared:
-                made = super().make_ir(*given)
-                shared["ttir"] = str(made)
-                return made
+                ttir = super().make_ir(*arguments)
+                shared["ttir"] = str(ttir)
+                return ttir
             from triton._C.libtriton import ir
 
             with tempfile.NamedTemporaryFile("w", suffix=".ttir", encoding="utf-8") as file:
@@ -214,13 +214,13 @@ class Triton:
         )
 
     def compile(self, kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> Compiled:
-        made = f"sm_{target.number}"  # machine code and PTX of one architecture are made together
+        key = f"sm_{target.number}"  # machine code and PTX of one architecture are made together
         like = shared.get(f"sm_{_SAME_PTX.get(target.number)}")
-        if made not in shared and like is not None:
-            shared[made] = _assembled(kernel, variant, target, like)
-        elif made not in shared:
-            shared[made] = _compile(kernel, variant, target, shared)
-        compiled: _Made = shared[made]
+        if key not in shared and like is not None:
+            shared[key] = _assembled(kernel, variant, target, like)
+        elif key not in shared:
+            shared[key] = _compile(kernel, variant, target, shared)
+        compiled: _Made = shared[key]
         metadata = compiled.metadata
         if target.is_ptx:
             content, form, made_for = compiled.ptx.encode(), "ptx", target
