@@ -89,8 +89,8 @@ def repaired(environment: Environment, wheel: Path, folder: Path) -> Path:
     )
     if result.returncode:
         raise DevError(f"auditwheel refuses {wheel.name}:\n{result.stdout}{result.stderr}")
-    (made,) = folder.glob("*.whl")
-    return made
+    (repaired_wheel,) = folder.glob("*.whl")
+    return repaired_wheel
 
 
 def second_tree() -> Path:
@@ -146,8 +146,8 @@ def built(
     for platform in sorted(platforms, key=_is_here):
         with clock.step(_title(platform, work)):
             if _is_here(platform):
-                made = build_wheel(environment, work, source, isolated=False).path
-                wheels.append(repaired(environment, made, work / "repaired"))
+                wheel = build_wheel(environment, work, source, isolated=False).path
+                wheels.append(repaired(environment, wheel, work / "repaired"))
             else:
                 wheels.append(cross.build(environment, work, platform, source))
     return wheels
@@ -170,7 +170,7 @@ def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
         (whole,) = (dist / "pypi").glob(f"{PACKAGE}-*_{platform.name}.whl")
         (core,) = (dist / "index").glob(f"{PACKAGE}-*+core-*_{platform.name}.whl")
         with zipfile.ZipFile(core) as files:
-            code = sum(each.file_size for each in files.infolist() if each.filename.endswith(".so"))
+            code = sum(file.file_size for file in files.infolist() if file.filename.endswith(".so"))
         megabytes = (
             f"{size / 1e6:.2f}" for size in (whole.stat().st_size, core.stat().st_size, code)
         )

@@ -112,7 +112,7 @@ class Try:
     def archives(self) -> dict[str, str]:
         """The provider of each architecture's archive."""
         listed = json.loads(self.run("inspect", "--json"))["archives"]
-        return {each["arch"]: each["provider"] for each in listed}
+        return {archive["arch"]: archive["provider"] for archive in listed}
 
 
 def expect(holds: bool, what: str) -> None:

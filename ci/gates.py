@@ -113,9 +113,9 @@ def attested(release: Release, folder: Path = ROOT / "kernels") -> Gate:
             continue
         for binary in archive.binaries:
             count += 1
-            found = attested.get(binary.sha256)
-            if found is None or not found.passed:
-                wrong.append(f"{binary}: {'no attestation' if found is None else 'failed'}")
+            attestation = attested.get(binary.sha256)
+            if attestation is None or not attestation.passed:
+                wrong.append(f"{binary}: {'no attestation' if attestation is None else 'failed'}")
     return Gate("attested", f"{count} binaries of {', '.join(sorted(needed))}", tuple(wrong))
 
 
@@ -124,9 +124,9 @@ def rebuilt(release: Release, every: int) -> Gate:
     rows = [(archive, binary) for archive in release.archives for binary in archive.binaries]
     chosen = rows[::every]
     wrong = [
-        f"{each.binary}: {each.outcome}: {each.reason}"
-        for each in rebuild(chosen, len(os.sched_getaffinity(0)))
-        if each.outcome != "identical"
+        f"{comparison.binary}: {comparison.outcome}: {comparison.reason}"
+        for comparison in rebuild(chosen, len(os.sched_getaffinity(0)))
+        if comparison.outcome != "identical"
     ]
     return Gate("rebuilt", f"{len(chosen)} of {len(rows)} binaries", tuple(wrong))
 
@@ -138,11 +138,11 @@ def copied(release: Release) -> Gate:
     for archive in release.archives:
         if not archive.arch.is_ptx:
             contents = ((binary, archive.read(binary)) for binary in archive.binaries)
-            rows += [(archive, *each) for each in contents if disassembly.may_copy(each[1])]
+            rows += [(archive, *pair) for pair in contents if disassembly.may_copy(pair[1])]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        found = list(threads.map(disassembly.copies, (content for _, _, content in rows)))
+        per_binary = list(threads.map(disassembly.copies, (content for _, _, content in rows)))
     wrong, seen = [], set()
-    for (archive, binary, _), copies in zip(rows, found, strict=True):
+    for (archive, binary, _), copies in zip(rows, per_binary, strict=True):
         seen |= {archive.arch} if copies else set()
         wrong += [f"{binary}: {copy}" for copy in copies if disassembly.broken(copy)]
     wrong += [
@@ -150,7 +150,7 @@ def copied(release: Release) -> Gate:
         for archive in release.archives
         if not archive.arch.is_ptx and archive.arch not in seen
     ]
-    return Gate("copies", f"{sum(map(len, found))} in {len(rows)} binaries", tuple(wrong))
+    return Gate("copies", f"{sum(map(len, per_binary))} in {len(rows)} binaries", tuple(wrong))
 
 
 def identical(release: Release, again: Path) -> Gate:
@@ -167,8 +167,8 @@ def identical(release: Release, again: Path) -> Gate:
 
 def sizes(release: Release) -> dict[str, int]:
     """Bytes of every archive, and of every file for indexes that take no local versions."""
-    found = {archive.arch.label: archive.path.stat().st_size for archive in release.archives}
-    return found | {_nameless(path): path.stat().st_size for path in release.wheels("pypi")}
+    sizes = {archive.arch.label: archive.path.stat().st_size for archive in release.archives}
+    return sizes | {_nameless(path): path.stat().st_size for path in release.wheels("pypi")}
 
 
 def _nameless(path: Path) -> str:
@@ -242,7 +242,7 @@ def portable(release: Release, compiled_here: bool) -> Gate:
         tags.add(platform)
         if not (compiled_here and platform.startswith("manylinux")) and platform not in accepted:
             wrong.append(f"{path.name}: is not for {' or '.join(sorted(accepted))}")
-        wrong += [f"{path.name}: {each}" for each in _beyond(path, platform)]
+        wrong += [f"{path.name}: {symbol}" for symbol in _beyond(path, platform)]
         wrong += _tool(f"{path.name}: abi3audit", "abi3audit", "--strict", path)
     if not compiled_here:
         wrong += [f"there is no wheel for {tag}" for tag in sorted(accepted - tags)]
@@ -297,7 +297,7 @@ def vectorised(release: Release) -> Gate:
         except ValueError as error:
             wrong.append(f"{path.name}: {_CPU} {error}")
         else:
-            wrong += [f"{path.name}: {each}" for each in vectors.scalar(functions)]
+            wrong += [f"{path.name}: {line}" for line in vectors.scalar(functions)]
     return Gate("vectors", f"{len(paths)} wheels for aarch64", tuple(wrong))
 
 

@@ -65,19 +65,22 @@ def parts(wheels: Iterable[Wheel], matrix: Matrix) -> Parts:
                     raise DevError(f"two builds of the archive for {target} differ")
     if not cores:
         raise DevError("there is no wheel to make a release from")
-    first, *others = cores.values()
+    _check_alike(*cores.values())
+    wanted = [Target.parse(arch.label) for arch in matrix.archs]
+    if missing := [target.label for target in wanted if target not in archives]:
+        raise DevError(f"no build has an archive for {', '.join(missing)}")
+    release = Parts(tuple(cores.values()), {target: archives[target] for target in wanted})
+    _check_origin(release)
+    return release
+
+
+def _check_alike(first: Wheel, *others: Wheel) -> None:
     for other in others:
         if other.version != first.version:
             raise DevError(f"{first.file_name} and {other.file_name} are of different versions")
         if _code(other) != _code(first):
             what = "differ in more than machine code for CPUs"
             raise DevError(f"{first.file_name} and {other.file_name} {what}")
-    wanted = [Target.parse(arch.label) for arch in matrix.archs]
-    if missing := [target.label for target in wanted if target not in archives]:
-        raise DevError(f"no build has an archive for {', '.join(missing)}")
-    found = Parts(tuple(cores.values()), {target: archives[target] for target in wanted})
-    _check_origin(found)
-    return found
 
 
 def _code(wheel: Wheel) -> Mapping[str, bytes]:
@@ -86,18 +89,18 @@ def _code(wheel: Wheel) -> Mapping[str, bytes]:
     return {n: c for n, c in wheel.without(ARCHIVES).files.items() if not n.endswith(".so")}
 
 
-def _check_origin(found: Parts) -> None:
+def _check_origin(release: Parts) -> None:
     origins: dict[tuple[object, ...], list[str]] = {}
-    with opened(found.archives) as archives:
+    with opened(release.archives) as archives:
         for archive in archives:
             facts = tuple(archive.manifest.get(name) for name in ("version", "commit", "dirty"))
             origins.setdefault(facts, []).append(archive.arch.label)
     if len(origins) > 1:
-        told = "; ".join(f"{', '.join(labels)}: {facts}" for facts, labels in origins.items())
-        raise DevError(f"the archives were not compiled from the same commit: {told}")
+        listing = "; ".join(f"{', '.join(labels)}: {facts}" for facts, labels in origins.items())
+        raise DevError(f"the archives were not compiled from the same commit: {listing}")
     ((stated, *_),) = origins
-    if stated != found.version:
-        raise DevError(f"the archives were compiled by {stated}, the package is {found.version}")
+    if stated != release.version:
+        raise DevError(f"the archives were compiled by {stated}, the package is {release.version}")
 
 
 @contextmanager
@@ -118,14 +121,14 @@ def fat(core: Wheel, archives: Mapping[Target, bytes]) -> Wheel:
     return billed(core.with_files(files), archives)
 
 
-def provider(found: Parts, target: Target) -> Wheel:
+def provider(release: Parts, target: Target) -> Wheel:
     """The package of one architecture's archive."""
     licence = (ROOT / "LICENSE").read_bytes()
     package = Package(
         target.label,
-        found.version,
-        found.version,
-        {target: found.archives[target]},
+        release.version,
+        release.version,
+        {target: release.archives[target]},
         metadata=(f"License-Expression: {sbom.LICENCE}", "License-File: LICENSE"),
         description=_DESCRIPTION.format(label=target.label),
         information={"licenses/LICENSE": licence},
@@ -134,8 +137,8 @@ def provider(found: Parts, target: Target) -> Wheel:
 
 
 def billed(wheel: Wheel, archives: Mapping[Target, bytes]) -> Wheel:
-    with opened(archives) as held:
-        return wheel.with_information({sbom.PATH: sbom.bill(wheel, held)})
+    with opened(archives) as files:
+        return wheel.with_information({sbom.PATH: sbom.bill(wheel, files)})
 
 
 def relabelled(wheel: Wheel, label: str, archives: Mapping[Target, bytes]) -> Wheel:
@@ -143,7 +146,7 @@ def relabelled(wheel: Wheel, label: str, archives: Mapping[Target, bytes]) -> Wh
     version = f"{wheel.version}+{label}"
     renamed = wheel.with_version(version)
     if VERSION_FILE in wheel.files:
-        before, after = (f'__version__ = "{each}"\n'.encode() for each in (wheel.version, version))
+        before, after = (f'__version__ = "{text}"\n'.encode() for text in (wheel.version, version))
         stated = wheel.files[VERSION_FILE]
         if stated.count(before) != 1:
             raise DevError(f"{wheel.file_name}: {VERSION_FILE} does not state {wheel.version} once")
@@ -151,26 +154,26 @@ def relabelled(wheel: Wheel, label: str, archives: Mapping[Target, bytes]) -> Wh
     return billed(renamed, archives)
 
 
-def write(found: Parts, matrix: Matrix, folder: Path) -> list[Path]:
+def write(release: Parts, matrix: Matrix, folder: Path) -> list[Path]:
     """Write every product, and return the files."""
-    wholes = [fat(core, found.archives) for core in found.cores]
-    providers = {target: provider(found, target) for target in found.archives}
+    wholes = [fat(core, release.archives) for core in release.cores]
+    providers = {target: provider(release, target) for target in release.archives}
     paths = [wheel.write(folder / "pypi") for wheel in (*wholes, *providers.values())]
-    labelled = [relabelled(wheel, matrix.label, found.archives) for wheel in wholes]
+    labelled = [relabelled(wheel, matrix.label, release.archives) for wheel in wholes]
     labelled += [
-        relabelled(wheel, matrix.label, {target: found.archives[target]})
+        relabelled(wheel, matrix.label, {target: release.archives[target]})
         for target, wheel in providers.items()
     ]
-    labelled += [relabelled(core, CORE_LABEL, {}) for core in found.cores]
+    labelled += [relabelled(core, CORE_LABEL, {}) for core in release.cores]
     paths += [wheel.write(folder / "index") for wheel in labelled]
     with_ptx = {
-        target: {t: text for t, text in found.archives.items() if t == target or t.is_ptx}
-        for target in found.archives
+        target: {t: text for t, text in release.archives.items() if t == target or t.is_ptx}
+        for target in release.archives
         if not target.is_ptx
     }
-    for core, whole in zip(found.cores, wholes, strict=True):
-        made = {target: fat(core, held) for target, held in with_ptx.items()}
-        paths += variants.write(whole, made, folder / "variants")
+    for core, whole in zip(release.cores, wholes, strict=True):
+        by_target = {target: fat(core, contents) for target, contents in with_ptx.items()}
+        paths += variants.write(whole, by_target, folder / "variants")
     return paths
 
 
@@ -184,7 +187,7 @@ def table(folder: Path, paths: Iterable[Path]) -> None:
     """What was written: name, size, and how many binaries it holds."""
     print(f"{'MB':>8}  {'binaries':>8}  package")
     for path in sorted(paths):
-        count = sum(len(held.binaries) for held in _archives_in(path))
+        count = sum(len(archive.binaries) for archive in _archives_in(path))
         print(f"{path.stat().st_size / 1e6:8.2f}  {count:8}  {path.relative_to(folder)}")
 
 

@@ -18,8 +18,8 @@ LICENCE = "Apache-2.0"
 
 def bill(wheel: Wheel, archives: Iterable[Archive]) -> bytes:
     """The bill of a wheel with these archives: each is a part, and its compilers made it."""
-    held = list(archives)
-    compilers = sorted({binary.compiler for archive in held for binary in archive.binaries})
+    listed = list(archives)
+    compilers = sorted({binary.compiler for archive in listed for binary in archive.binaries})
     name = wheel.name.replace("_", "-")
     document = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -27,7 +27,7 @@ def bill(wheel: Wheel, archives: Iterable[Archive]) -> bytes:
         "specVersion": "1.6",
         "version": 1,
         "metadata": {"component": _component("library", name, wheel.version)},
-        "components": [_archive(archive) for archive in held],
+        "components": [_archive(archive) for archive in listed],
         "formulation": [
             {
                 "bom-ref": "toolchain",

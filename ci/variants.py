@@ -33,11 +33,12 @@ plugin-api = "nvidia_variant_provider.plugin:NvidiaVariantPlugin"
 """
 
 
-def write(default: Wheel, made: Mapping[Target, Wheel], folder: Path) -> list[Path]:
+def write(default: Wheel, by_target: Mapping[Target, Wheel], folder: Path) -> list[Path]:
     """Write the default wheel, one variant for each target, and the index's file about them."""
     paths = [default.write(folder)]
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        paths += [_write_one(target, each, Path(place), folder) for target, each in made.items()]
+        for target, wheel in by_target.items():
+            paths.append(_write_one(target, wheel, Path(place), folder))
     _variantlib("generate-index-json", "--directory", folder)
     index = folder / f"{default.name}-{default.version}-variants.json"
     index.write_text(
@@ -60,8 +61,8 @@ def _write_one(target: Target, wheel: Wheel, place: Path, folder: Path) -> Path:
         *("--variant-label", target.label),
     )
     name = plain.name.replace(".whl", f"-{target.label}.whl")
-    made = Wheel.read((place / name).rename(plain)).information[METADATA]
-    text = made.replace(STATED.encode(), SCHEMA.encode())
+    content = Wheel.read((place / name).rename(plain)).information[METADATA]
+    text = content.replace(STATED.encode(), SCHEMA.encode())
     return wheel.with_information({METADATA: text}).write(place).rename(folder / name)
 
 

@@ -51,17 +51,17 @@ class Function:
 
     def loops(self) -> Iterator[tuple[Instruction, ...]]:
         """The instructions of each loop: from the target of a backward branch to that branch."""
-        for end, each in enumerate(self.instructions):
+        for end, instruction in enumerate(self.instructions):
             if (
-                each.target is not None
-                and self.instructions[0].address <= each.target <= each.address
+                instruction.target is not None
+                and self.instructions[0].address <= instruction.target <= instruction.address
             ):
-                start = (each.target - self.instructions[0].address) // 4
+                start = (instruction.target - self.instructions[0].address) // 4
                 yield self.instructions[start : end + 1]
 
     def computes(self, wanted: str) -> bool:
         pattern = re.compile(wanted)
-        return any(pattern.fullmatch(each.text) for loop in self.loops() for each in loop)
+        return any(pattern.fullmatch(line.text) for loop in self.loops() for line in loop)
 
 
 def decoded(name: str, code: bytes, address: int) -> Function:
@@ -90,24 +90,24 @@ def functions(library: bytes) -> list[Function]:
     table = elf.get_section_by_name(".symtab")
     if table is None:
         raise ValueError("has no table of symbols")
-    found = []
+    listed = []
     for symbol in table.iter_symbols():
         index = symbol["st_shndx"]
         if symbol["st_info"]["type"] == "STT_FUNC" and isinstance(index, int) and symbol["st_size"]:
             section = elf.get_section(index)
             start = symbol["st_value"] - section["sh_addr"]
             code = section.data()[start : start + symbol["st_size"]]
-            found.append(decoded(symbol.name, code, symbol["st_value"]))
-    return found
+            listed.append(decoded(symbol.name, code, symbol["st_value"]))
+    return listed
 
 
-def scalar(found: list[Function], wanted: Mapping[str, tuple[int, str]] = WANTED) -> Iterator[str]:
+def scalar(code: list[Function], wanted: Mapping[str, tuple[int, str]] = WANTED) -> Iterator[str]:
     """A line for each pattern of which too few functions have the instruction in a loop. A function that was
     renamed counts as missing, so that a check does not silently go out of use."""
     for pattern, (least, instruction) in wanted.items():
-        named = ((each, each.name.partition(".")[0]) for each in found)
-        meant = [each for each, name in named if re.fullmatch(pattern, name)]
-        able = [each.name for each in meant if each.computes(instruction)]
+        named = ((function, function.name.partition(".")[0]) for function in code)
+        meant = [function for function, name in named if re.fullmatch(pattern, name)]
+        able = [function.name for function in meant if function.computes(instruction)]
         if len(able) < least:
-            others = ", ".join(each.name for each in meant if each.name not in able) or "none"
+            others = ", ".join(f.name for f in meant if f.name not in able) or "none"
             yield f"{instruction} is in loops of {len(able)} functions {pattern}, not {least}; without: {others}"

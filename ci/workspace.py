@@ -131,10 +131,10 @@ def archs_of_this_machine() -> str:
         done = subprocess.run(
             query, check=False, capture_output=True, text=True, encoding="utf-8", timeout=30
         )
-        found = done.stdout.split() if done.returncode == 0 else []
+        capabilities = done.stdout.split() if done.returncode == 0 else []
     except (OSError, subprocess.TimeoutExpired):
-        found = []
-    own = (f"sm{capability.replace('.', '')}" for capability in found)
+        capabilities = []
+    own = (f"sm{capability.replace('.', '')}" for capability in capabilities)
     return ",".join(sorted({arch if arch in released else "ptx80" for arch in own})) or "ptx80"
 
 
@@ -170,11 +170,11 @@ class Wheel:
 
     def __str__(self) -> str:
         named = (f"{name} {size / 1e6:.2f} MB" for name, size in self.archives.items())
-        held = ", ".join(named) or "none"
+        archives = ", ".join(named) or "none"
         return (
             f"{self.path.name}: {self.size / 1e6:.2f} MB\n"
             f"installs: {', '.join(self.top_level)}\n"
-            f"archives: {held}"
+            f"archives: {archives}"
         )
 
 
@@ -188,22 +188,24 @@ def check_wheel(path: Path, archives: bool = True) -> Wheel:
         if broken := wheel.testzip():
             raise DevError(f"{path.name}: {broken} is damaged")
         files = {entry.filename: entry.file_size for entry in wheel.infolist()}
-    folders = {name.split("/")[0] for name in files}
-    top_level = tuple(sorted(name for name in folders if not name.endswith(".dist-info")))
+    top_level = _top_level(files)
     if top_level != (PACKAGE,):
         raise DevError(
             f"{path.name} installs {', '.join(top_level) or 'nothing'}; it must be {PACKAGE} alone"
         )
-    required = REQUIRED if archives else [each for each in REQUIRED if each != ".scanreg"]
-    missing = [ending for ending in required if not any(name.endswith(ending) for name in files)]
+    optional = () if archives else (".scanreg",)
+    missing = [e for e in REQUIRED if e not in optional and not any(n.endswith(e) for n in files)]
     if missing:
         raise DevError(f"{path.name} has no file that ends in {' or '.join(missing)}")
-    held = {
-        Path(name).stem: size for name, size in sorted(files.items()) if name.endswith(".scanreg")
-    }
-    if held and not archives:
-        raise DevError(f"{path.name} has archives, which were not asked for: {', '.join(held)}")
-    return Wheel(path, path.stat().st_size, top_level, held)
+    sizes = {Path(name).stem: files[name] for name in sorted(files) if name.endswith(".scanreg")}
+    if sizes and not archives:
+        raise DevError(f"{path.name} has archives, which were not asked for: {', '.join(sizes)}")
+    return Wheel(path, path.stat().st_size, top_level, sizes)
+
+
+def _top_level(files: Mapping[str, int]) -> tuple[str, ...]:
+    folders = {name.split("/")[0] for name in files}
+    return tuple(sorted(name for name in folders if not name.endswith(".dist-info")))
 
 
 def build_wheel(
