@@ -32,7 +32,7 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 
 if TYPE_CHECKING:
-    from scan_registry.kernels.cases import Case, Trial
+    from scan_registry.kernels.cases import Trial
 
 ROOT = Path(__file__).parents[1]
 MUST_BE_TESTED = ("sm_90", "compute_80")
@@ -44,11 +44,7 @@ def check(folder: Path) -> int:
     attested = worst_attestations(folder)
     stale = sorted(f"{a.variant} {a.target}" for d, a in attested.items() if d not in installed)
     failed = sorted(f"{a.variant} {a.target}" for a in attested.values() if not a.passed)
-    needed = {
-        binary.sha256: binary
-        for archive, binary in catalogue()
-        if str(archive.arch) in MUST_BE_TESTED
-    }
+    needed = {b.sha256: b for archive, b in catalogue() if str(archive.arch) in MUST_BE_TESTED}
     missing = sorted(f"{b.variant} {b.target}" for d, b in needed.items() if d not in attested)
     for what, names in (("stale", stale), ("failed", failed), ("missing", missing)):
         for name in names:
@@ -57,7 +53,7 @@ def check(folder: Path) -> int:
         f"attestations: {len(needed) - len(missing)} of {len(needed)} binaries attested, "
         f"{len(stale)} stale, {len(failed)} failed"
     )
-    return 1 if stale or failed or missing or not needed else 0
+    return int(bool(stale + failed + missing) or not needed)
 
 
 def prune(folder: Path) -> int:
@@ -98,10 +94,12 @@ def takes(kernel: Kernel, variant: Variant, problem: Problem, sm_count: int) -> 
     )
 
 
-def launches(
+def errors_of(
     family: Family, binaries: Sequence[tuple[Archive, Binary]], trial: Trial, sm_count: int
-) -> Iterator[tuple[Archive, Binary, Case]]:
-    """Each binary with each case of a trial that it computes."""
+) -> Iterator[tuple[Binary, float]]:
+    """Each binary with its error in each case of a trial that it computes."""
+    from scan_registry.diagnostics.accuracy import run
+
     names = dict.fromkeys(binary.variant.kernel for _, binary in binaries)
     posed = {name: [case.problem for case in trial.launches(name)] for name in names}
     for archive, binary in binaries:
@@ -110,14 +108,15 @@ def launches(
         if any(takes(kernel, variant, problem, sm_count) for problem in posed[kernel.name]):
             for case in trial.launches(kernel.name):
                 if takes(kernel, variant, case.problem, sm_count):
-                    yield archive, binary, case
+                    run(0, binary, partial(archive.read, binary), case)
+                    yield binary, case.error()
 
 
 def attest(family: Family) -> list[dict[str, Any]]:
     """A record for each binary of ``family`` that the GPU can run."""
     from rich.progress import track
 
-    from scan_registry.diagnostics.accuracy import cases_of, run
+    from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.hardware.device import device
 
     cases = cases_of(family.name)
@@ -131,9 +130,8 @@ def attest(family: Family) -> list[dict[str, Any]]:
             continue
         print(f"{family.name} {dtype}: drawing", flush=True)
         for trial in track(list(cases.trials(dtype, cases.THOROUGH, "cuda")), dtype):
-            for archive, binary, case in launches(family, binaries, trial, sm_count):
-                run(0, binary, partial(archive.read, binary), case)
-                errors[binary.sha256].append(error := case.error())
+            for binary, error in errors_of(family, binaries, trial, sm_count):
+                errors[binary.sha256].append(error)
                 if error > tolerance:
                     print(f"{binary.variant} {binary.target} {trial}: error {error:.2e}")
     return [

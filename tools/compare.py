@@ -53,12 +53,12 @@ def timings(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
         encoding="utf-8",
     )
     try:
-        found: list[dict[str, Any]] = json.loads(done.stdout)["timings"]
+        rows: list[dict[str, Any]] = json.loads(done.stdout)["timings"]
     except (ValueError, KeyError):
         raise SystemExit(
             f"{folder}: {' '.join(words)} printed no timings:\n{done.stderr}"
         ) from None
-    return found
+    return rows
 
 
 def compare(old: Path, new: Path, words: Sequence[str], rounds: int) -> list[Row]:

@@ -163,9 +163,9 @@ def report_attestations(environment: Environment) -> None:
     say(f"{lines[-1] if lines else 'it says nothing'} (exit {result.returncode})")
 
 
-def pytest_arguments(given: Sequence[str], workers: int) -> list[str]:
+def pytest_arguments(arguments: Sequence[str], workers: int) -> list[str]:
     """For the whole suite: up to eight workers, one per core, with work stealing. Given arguments are passed on unchanged."""
-    return list(given) if given else ["-n", str(min(workers, 8)), "--dist", "worksteal"]
+    return list(arguments) if arguments else ["-n", str(min(workers, 8)), "--dist", "worksteal"]
 
 
 def check_sources(environment: Environment) -> list[str]:

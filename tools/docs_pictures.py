@@ -104,20 +104,20 @@ def time_against_length(palette: Palette) -> Canvas:
         (20, 48), f"both axes logarithmic; {results.of_run('h100-bench')}", color=palette.faint
     )
     for number, direction in enumerate(("forward", "backward")):
-        found = [
-            each
-            for each in results.timings(
+        timings = [
+            timing
+            for timing in results.timings(
                 "h100-bench", layout="time_last", batch=8, channels=1536, dtype="bfloat16"
             )
-            if each["direction"] == direction
+            if timing["direction"] == direction
         ]
-        _lengths(canvas, 20 + 370 * number, found, direction)
+        _lengths(canvas, 20 + 370 * number, timings, direction)
     return canvas
 
 
-def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name: str) -> None:
+def _lengths(canvas: Canvas, left: float, timings: Sequence[dict[str, Any]], name: str) -> None:
     palette = canvas.palette
-    lengths = sorted({each["case"]["time"] for each in found})
+    lengths = sorted({timing["case"]["time"] for timing in timings})
     x = log_scale(lengths[0], lengths[-1], left + 48, left + 335)
     y = log_scale(0.004, 2.5, 350, 90)
     for tick in (0.01, 0.1, 1.0):
@@ -134,12 +134,12 @@ def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name:
     }
     labels = []
     roofline = [
-        (x(t), y(min(e["roofline_ms"] for e in found if e["case"]["time"] == t))) for t in lengths
+        (x(t), y(min(e["roofline_ms"] for e in timings if e["case"]["time"] == t))) for t in lengths
     ]
     for who, (label, color) in lines.items():
         points = []
         for length in lengths:
-            best = results.quickest([e for e in found if e["case"]["time"] == length], who)
+            best = results.quickest([e for e in timings if e["case"]["time"] == length], who)
             if best is not None:
                 points.append((x(length), y(best["ms"])))
         if points:
@@ -157,7 +157,7 @@ def _lengths(canvas: Canvas, left: float, found: Sequence[dict[str, Any]], name:
 
 def character_model(palette: Palette) -> Canvas:
     """Losses of the two models of the tutorial, each point a mean over ten steps."""
-    held = results.document("cpu-character-model")
+    record = results.document("cpu-character-model")
     title = "Predicting the next character: loss against the steps of training"
     canvas = Canvas(760, 400, palette, title)
     canvas.text((20, 28), title, size=15, bold=True)
@@ -166,11 +166,11 @@ def character_model(palette: Palette) -> Canvas:
     left, right, top, bottom = 60.0, 730.0, 76.0, 346.0
     curves = {
         run["network"]: [fmean(run["losses"][i : i + 10]) for i in range(0, len(run["losses"]), 10)]
-        for run in held["runs"]
+        for run in record["runs"]
     }
     values = [value for curve in curves.values() for value in curve]
     low, high = math.floor(2 * min(values)) / 2, math.ceil(2 * max(values)) / 2
-    steps = max(len(run["losses"]) for run in held["runs"])
+    steps = max(len(run["losses"]) for run in record["runs"])
 
     def point(step: float, loss: float) -> Point:
         along, down = step / steps, (high - loss) / (high - low)

@@ -24,9 +24,9 @@ def document(name: str) -> dict[str, Any]:
 
 def of_run(name: str) -> str:
     """When and where it was measured: ``2026-11-26, NVIDIA H200, torch 2.11.0+cu130``."""
-    held = document(name)
-    gpu = held.get("gpu", held.get("device"))
-    return f"{str(held['date'])[:10]}, {gpu}, torch {held['torch']}"
+    record = document(name)
+    gpu = record.get("gpu", record.get("device"))
+    return f"{str(record['date'])[:10]}, {gpu}, torch {record['torch']}"
 
 
 # --- Scans ------------------------------------------------------------------------------------
@@ -89,26 +89,26 @@ GROUPS = (
 def shares(group: Group, gpu: str, direction: str | None = None) -> list[float]:
     """The roofline's time over the kernel's, for each case of a group."""
     return [
-        each["roofline_ms"] / each["ms"]
-        for each in document(f"{gpu}-targets")["timings"]
-        if group.matches(each["case"]) and direction in (None, each["direction"])
+        timing["roofline_ms"] / timing["ms"]
+        for timing in document(f"{gpu}-targets")["timings"]
+        if group.matches(timing["case"]) and direction in (None, timing["direction"])
     ]
 
 
 def timings(name: str, **case: Any) -> list[dict[str, Any]]:
     """The timings of a run whose cases have these values, and no options that are not named."""
     return [
-        each
-        for each in document(name)["timings"]
-        if all(each["case"].get(key) == value for key, value in case.items())
-        and not ({"sequences", "gates"} & each["case"].keys() - case.keys())
+        timing
+        for timing in document(name)["timings"]
+        if all(timing["case"].get(key) == value for key, value in case.items())
+        and not ({"sequences", "gates"} & timing["case"].keys() - case.keys())
     ]
 
 
-def quickest(found: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None:
+def quickest(candidates: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None:
     """Of the timings of those whose names begin with ``who``, the shortest."""
-    own = [each for each in found if each["who"].startswith(who)]
-    return min(own, key=lambda each: each["ms"], default=None)
+    own = [timing for timing in candidates if timing["who"].startswith(who)]
+    return min(own, key=lambda timing: timing["ms"], default=None)
 
 
 # --- Networks ---------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def quickest(found: Iterable[dict[str, Any]], who: str) -> dict[str, Any] | None
 def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, float]:
     """Milliseconds by pass, of one network by one implementation; empty if it was not measured."""
     return {
-        each["direction"]: each["ms"]
-        for each in document(run)["timings"]
-        if each["who"] == who and all(each["network"][key] == v for key, v in wanted.items())
+        timing["direction"]: timing["ms"]
+        for timing in document(run)["timings"]
+        if timing["who"] == who and all(timing["network"][key] == v for key, v in wanted.items())
     }

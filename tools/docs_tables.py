@@ -88,19 +88,19 @@ def targets() -> str:
     """How many targets are met, and how many are missed by at most 0.01."""
     rows = []
     for gpu in ("h200", "h100"):
-        held = results.document(f"{gpu}-targets")["targets"]
-        met = sum(each["met"] for each in held)
-        close = sum(not each["met"] and each["target"] - each["ratio"] <= 0.01 for each in held)
-        rows.append([results.of_run(f"{gpu}-targets"), f"{met} of {len(held)}", str(close)])
+        outcomes = results.document(f"{gpu}-targets")["targets"]
+        met = sum(outcome["met"] for outcome in outcomes)
+        close = sum(not o["met"] and o["target"] - o["ratio"] <= 0.01 for o in outcomes)
+        rows.append([results.of_run(f"{gpu}-targets"), f"{met} of {len(outcomes)}", str(close)])
     return table(("run", "targets met", "missed by at most 0.01"), rows)
 
 
 # --- Networks ---------------------------------------------------------------------------------
 
 
-def _pair(found: Mapping[str, float]) -> str:
+def _pair(ratios: Mapping[str, float]) -> str:
     ways = ("forward", "forward+backward")
-    return " / ".join(f"{found[way]:.2f}" for way in ways) if found else "–"
+    return " / ".join(f"{ratios[way]:.2f}" for way in ways) if ratios else "–"
 
 
 def networks() -> str:
@@ -134,8 +134,8 @@ def flashrnn() -> str:
         ("slstm", 1, 768),
     ):
         size = {"function": cell, "heads": heads, "dim": dim, "dtype": "bfloat16"}
-        found = (results.network(name, "h100-bench-rnn-flashrnn", **size) for name in names)
-        rows.append([f"{cell} {heads} × {dim}", *map(_pair, found)])
+        networks = (results.network(name, "h100-bench-rnn-flashrnn", **size) for name in names)
+        rows.append([f"{cell} {heads} × {dim}", *map(_pair, networks)])
     return table(
         ("cell, heads × units", "`rnn`", "FlashRNN, `cuda_fused`", "FlashRNN, `cuda`"), rows
     )
@@ -153,10 +153,10 @@ def _median(runs: Sequence[Mapping[str, Any]], key: str) -> str:
 def tiers() -> str:
     """First calls by tier, in ms."""
     rows = []
-    for each in results.document("h200-tiers")["results"]:
-        cold, warm = each["cold"], each["warm"]
+    for result in results.document("h200-tiers")["results"]:
+        cold, warm = result["cold"], result["warm"]
         rows.append(
-            [f"`{each['tier']}`" + each["name"].replace(each["tier"], "")]
+            [f"`{result['tier']}`" + result["name"].replace(result["tier"], "")]
             + [_median(runs, key) for key in ("forward_ms", "backward_ms") for runs in (cold, warm)]
         )
     head = ("tier", "forward: first", "second process", "backward: first", "second process")
@@ -167,15 +167,15 @@ def cold_start() -> str:
     """Import, first scan and cost per call, of all packages that were measured."""
     rows = []
     for name, host in (("h200-coldstart", "H200"), ("h100-coldstart", "H100"), ("h200-coldstart-baselines", "H200, another host")):  # fmt: skip
-        held = {each["name"]: each for each in results.document(name)["results"]}
-        scale = _median([{"us": us} for us in held["torch.mul"]["plain_us"]], "us")
-        for who, each in held.items():
-            if each["cold"]:
+        by_name = {record["name"]: record for record in results.document(name)["results"]}
+        scale = _median([{"us": us} for us in by_name["torch.mul"]["plain_us"]], "us")
+        for who, record in by_name.items():
+            if record["cold"]:
                 calls = [
-                    _median([{"us": us} for us in each[key]], "us")
+                    _median([{"us": us} for us in record[key]], "us")
                     for key in ("plain_us", "tracked_us")
                 ]
-                first = [_median(each["cold"], key) for key in ("import_ms", "first_ms")]
+                first = [_median(record["cold"], key) for key in ("import_ms", "first_ms")]
                 rows.append([f"{who}, {host}", *first, *calls, scale])
     head = ("", "import, ms", "first scan, ms", "µs per call", "with gradients", "`torch.mul`, µs")
     return table(head, rows)
@@ -201,9 +201,9 @@ def gpus() -> str:
 def released_tier(capability: Capability, language: str) -> str:
     """The closest tier of the archives in releases, with its archive. Triton's machine code from 9.0 up runs on one
     capability."""
-    held = [Target.parse(label) for label in RELEASED]
+    released = [Target.parse(label) for label in RELEASED]
     fitting = []
-    for target in held:
+    for target in released:
         exact = language == "triton" and target.capability >= (9, 0) and not target.is_ptx
         code = Target(target.capability, suffix="a") if exact else target
         if code.misfit(capability) is None:
@@ -244,4 +244,4 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def with_tables(text: str) -> str:
     """A page with its tables made anew: what stands between ``<!-- made: NAME -->`` and ``<!-- end -->``."""
-    return _MADE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n\n{found[3]}", text)
+    return _MADE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)

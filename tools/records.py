@@ -25,10 +25,10 @@ def write_records(path: Path, document: Any) -> None:
 def _text(value: Any, indent: str, spread: bool = False) -> str:
     inner = f"{indent} "
     if isinstance(value, Mapping) and value and (spread or _holds_records(value)):
-        rows = [f"{json.dumps(str(key))}: {_text(each, inner)}" for key, each in value.items()]
+        rows = [f"{json.dumps(str(key))}: {_text(item, inner)}" for key, item in value.items()]
         opening, closing = "{}"
     elif isinstance(value, Sequence) and _holds_records(value):
-        rows = [_text(each, inner) for each in value]
+        rows = [_text(item, inner) for item in value]
         opening, closing = "[]"
     else:
         return json.dumps(value)
@@ -40,7 +40,7 @@ def _holds_records(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_records, value.values()))
     if isinstance(value, (list, tuple)):
-        return any(isinstance(each, Mapping) or _holds_records(each) for each in value)
+        return any(isinstance(item, Mapping) or _holds_records(item) for item in value)
     return False
 
 

@@ -18,9 +18,8 @@ import argparse
 import re
 import sys
 import time
-from functools import partial
 
-from attest import launches, runnable
+from attest import errors_of, runnable
 
 from scan_registry.dispatch.fit import Tier, nearest_tier
 from scan_registry.kernels import families
@@ -29,7 +28,7 @@ from scan_registry.kernels.model import Family
 
 def sanitize(family: Family, only: str) -> int:
     """The exit status, after a launch of each binary in whose name ``only`` is found on each problem that it takes."""
-    from scan_registry.diagnostics.accuracy import cases_of, run
+    from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.hardware.device import device
 
     began, gpu, cases = time.monotonic(), device(0), cases_of(family.name)
@@ -43,18 +42,16 @@ def sanitize(family: Family, only: str) -> int:
     for dtype, tolerance in cases.TOLERANCE.items():
         of_dtype = [pair for pair in binaries if pair[1].variant.text("dtype") == dtype]
         for trial in cases.trials(dtype, cases.SMALL, "cuda") if of_dtype else ():
-            for archive, binary, case in launches(family, of_dtype, trial, gpu.sm_count):
-                run(0, binary, partial(archive.read, binary), case)
+            for binary, error in errors_of(family, of_dtype, trial, gpu.sm_count):
                 counts[str(binary)] += 1
-                if not (error := case.error()) <= tolerance:
+                if not error <= tolerance:
                     wrong += 1
                     print(f"error: {binary} {trial}: {error:.1e}", file=sys.stderr)
-    idle = [name for name, count in counts.items() if not count]
-    for name in idle:
-        print(f"error: {name} took no problem", file=sys.stderr)
+    idle = [f"error: {name} took no problem\n" for name, count in counts.items() if not count]
+    sys.stderr.writelines(idle)
     total, seconds = sum(counts.values()), time.monotonic() - began
     print(f"{len(counts)} binaries, {total} launches, {wrong} wrong, {seconds:.0f} s")
-    return 1 if wrong or idle or not binaries else 0
+    return int(wrong + len(idle) > 0 or not binaries)
 
 
 def main() -> int:

@@ -99,34 +99,34 @@ def every(kernel: Kernel) -> list[Timing]:
 def fitted(points: Iterable[Timing]) -> dict[str, dict[str, float]]:
     """Coefficients by design."""
     designs = defaultdict[str, list[tuple[Timing, Work]]](list)
-    for each in points:
-        if found := geometry(each.text):
-            of = GPUS[each.gpu]
-            work = work_of(found, each.row.sizes, int(of["sm_count"]), of["bandwidth"])
-            designs[found.design].append((each, work))
+    for point in points:
+        if tiles := geometry(point.text):
+            of = GPUS[point.gpu]
+            work = work_of(tiles, point.row.sizes, int(of["sm_count"]), of["bandwidth"])
+            designs[tiles.design].append((point, work))
     return {
-        design: least_squares([each for each, _ in found], [work for _, work in found])
-        for design, found in sorted(designs.items())
-        if len(found) >= ENOUGH
+        design: least_squares([point for point, _ in pairs], [work for _, work in pairs])
+        for design, pairs in sorted(designs.items())
+        if len(pairs) >= ENOUGH
     }
 
 
 def least_squares(of: Sequence[Timing], works: Sequence[Work]) -> dict[str, float]:
     """By Levenberg and Marquardt, in the logarithms of the coefficients."""
     work: Any = Work(*np.array(works, dtype=float).T)
-    measured = np.log([each.ms for each in of])
-    weights = np.array([each.weight for each in of])
+    measured = np.log([point.ms for point in of])
+    weights = np.array([point.weight for point in of])
     least, most = np.log(LEAST), np.log(MOST)
 
     start = np.log(START)
 
     def errors(at: Any) -> Any:
         coefficients = dict(zip(COEFFICIENTS, np.exp(at), strict=True))
-        found = weights * (np.log(milliseconds(work, coefficients)) - measured)
-        return np.concatenate([found, PRIOR * (at - start)])
+        residuals = weights * (np.log(milliseconds(work, coefficients)) - measured)
+        return np.concatenate([residuals, PRIOR * (at - start)])
 
-    def loss(found: Any) -> float:
-        return float(np.sum(np.sqrt(1 + (found / OUTLIER) ** 2)))
+    def loss(residuals: Any) -> float:
+        return float(np.sum(np.sqrt(1 + (residuals / OUTLIER) ** 2)))
 
     at, damping = start, 1e-2
     now = errors(at)
@@ -138,9 +138,9 @@ def least_squares(of: Sequence[Timing], works: Sequence[Work]) -> dict[str, floa
         while damping < 1e6:
             move = np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-9), -slope)
             there = np.clip(at + move, least, most)
-            found = errors(there)
-            if loss(found) < before:
-                at, now, damping = there, found, damping / 4
+            trial = errors(there)
+            if loss(trial) < before:
+                at, now, damping = there, trial, damping / 4
                 break
             damping *= 4
         if damping >= 1e6 or before - loss(now) < 1e-6 * before:
@@ -155,17 +155,17 @@ def kernels() -> list[Kernel]:
 
 def tunings(kernel: Kernel) -> list[Tuning]:
     """All that is in tables."""
-    return [each for each in timed(SOURCES, kernel.head) if each.arch == ARCH]
+    return [tuning for tuning in timed(SOURCES, kernel.head) if tuning.arch == ARCH]
 
 
 def random_points(kernel: Kernel) -> Iterator[Timing]:
     """What was timed on random problems, whose variants are those that wheels held."""
     for path in random_files():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for point in found["points"]:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for point in record["points"]:
             if point["kernel"] == kernel.head:
                 row = Row(point["sizes"], point["ms"])
-                yield from of_row(kernel, found["gpu"], point["kind"], row)
+                yield from of_row(kernel, record["gpu"], point["kind"], row)
 
 
 def random_files() -> list[Path]:
@@ -175,8 +175,8 @@ def random_files() -> list[Path]:
 def tables() -> dict[str, str]:
     """Digests of the tables that the models are fitted to, by file."""
     label = ARCH.replace("_", "")
-    found = [*sorted((SOURCES / FOLDER).glob(f"{label}*.json")), *random_files()]
-    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in found}
+    paths = [*sorted((SOURCES / FOLDER).glob(f"{label}*.json")), *random_files()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def document() -> dict[str, Any]:

@@ -46,10 +46,10 @@ def save(
     """Add what was measured to the families' tables in ``folder``; return the files. Rows keep the times of
     variants that were not ``only`` to be timed, while there are such variants."""
     written = []
-    families = {each.posed.family.name: each.posed.family for each in tuned}
+    families = {result.posed.family.name: result.posed.family for result in tuned}
     for name, family in families.items():
         path, table = place(folder, name, arch, tuned[0].measured.run.gpu)
-        newer = [each.measured for each in tuned if each.posed.family.name == name]
+        newer = [result.measured for result in tuned if result.posed.family.name == name]
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".part")
         table = table.with_newer(newer, lambda name: only(Variant.parse(name)))
@@ -66,8 +66,8 @@ def current(family: Family, table: Table) -> Table:
         kernel.head: {kernel.label(variant) for variant in kernel.every}
         for kernel in family.kernels
     }
-    kept = (each.of(labels.get(each.kernel, ())) for each in table.measured)
-    return replace(table, measured=tuple(each for each in kept if each.timings))
+    kept = (measured.of(labels.get(measured.kernel, ())) for measured in table.measured)
+    return replace(table, measured=tuple(measured for measured in kept if measured.timings))
 
 
 def general(arch: str) -> str:
@@ -90,9 +90,9 @@ def known(folder: Path, arch: str) -> list[Case]:
     """The cases in the tables that are for all GPUs of the architecture; ``UsageError`` if there are none."""
     tables = [Table.read(path) for path in folder.glob(f"*/{FOLDER}/{general(arch)}")]
     texts = dict.fromkeys(
-        (table.family, each.problem.rpartition(" ")[0])
+        (table.family, result.problem.rpartition(" ")[0])
         for table in tables
-        for each in table.measured
+        for result in table.measured
     )
     if not texts:
         raise UsageError(f"--known: no table in {folder} is for {arch}")
@@ -101,8 +101,8 @@ def known(folder: Path, arch: str) -> list[Case]:
 
 def installed(target: Target, only: Callable[[Variant], bool]) -> Callable[[Variant], bool]:
     """Of what is wanted, the variants that archives for a target hold."""
-    held = {binary.variant for archive, binary in catalogue() if archive.arch == target}
-    return lambda variant: variant in held and only(variant)
+    variants = {binary.variant for archive, binary in catalogue() if archive.arch == target}
+    return lambda variant: variant in variants and only(variant)
 
 
 def main() -> int:
