@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli import bench_distributed, bench_random
 from scan_registry.cli.errors import INTERRUPTED, UsageError
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import by_reason, new_table, screen, show
 from scan_registry.dispatch.select import NoKernelError
 from scan_registry.ops.benchmark import PerformanceTarget
 from scan_registry.ops.operator import SHORT_DTYPES, Operator, operators
@@ -37,12 +37,12 @@ _TARGETS = "--targets times the project's own cases, each with the least fractio
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command's arguments: of the first operator, and of each other one under its name."""
     first, *others = operators().values()
-    names = [*(each.name for each in others), bench_distributed.NAME]
+    names = [*(operator.name for operator in others), bench_distributed.NAME]
     named = _add_operator(commands, "bench", first).add_subparsers(
         dest="timed", metavar=" | ".join(names)
     )
-    for each in others:
-        _add_operator(named, each.name, each)
+    for operator in others:
+        _add_operator(named, operator.name, operator)
     bench_distributed.add_parser(named)
 
 
@@ -229,8 +229,8 @@ def _blamed(bench: Bench, args: argparse.Namespace) -> str:
 
 def document(bench: Bench, targets: Sequence[PerformanceTarget]) -> dict[str, Any]:
     """The stable form, as the command's schema describes it: keys are only ever added."""
-    found = [outcome.to_json() for outcome in _outcomes(bench, targets)]
-    return {**bench.document(), **({"targets": found} if targets else {})}
+    outcomes = [outcome.to_json() for outcome in _outcomes(bench, targets)]
+    return {**bench.document(), **({"targets": outcomes} if targets else {})}
 
 
 def _bench(operator: Operator, args: argparse.Namespace, device: Device) -> Bench:
@@ -262,15 +262,15 @@ def _outcomes(bench: Bench, targets: Sequence[PerformanceTarget]) -> list[Outcom
 
 def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
     """Print each target with what came of it, and what was not timed."""
-    console, found = screen(), _outcomes(bench, targets)
+    console, outcomes = screen(), _outcomes(bench, targets)
     table = new_table(
         *bench.benchmark.columns,
         *("pass", "ms>", "± ms>?", "roofline>", "ratio>", "target>", ""),
     )
-    for outcome in found:
+    for outcome in outcomes:
         timing = outcome.timing
         table.add_row(
-            *_short(timing.case.cells),
+            *(SHORT_DTYPES.get(cell, cell) for cell in timing.case.cells),
             timing.direction,
             f"{timing.ms:.4f}",
             f"{timing.spread:.4f}",
@@ -280,13 +280,9 @@ def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
             "met" if outcome.met else "[red]missed[/]",
         )
     _show(console, table, bench)
-    met = sum(outcome.met for outcome in found)
-    console.print(f"{met} of {len(targets) * len(bench.passes)} targets met, {len(found)} timed")
+    met = sum(outcome.met for outcome in outcomes)
+    console.print(f"{met} of {len(targets) * len(bench.passes)} targets met, {len(outcomes)} timed")
     _show_skipped(console, bench)
-
-
-def _short(cells: Iterable[str]) -> Iterable[str]:
-    return (SHORT_DTYPES.get(cell, cell) for cell in cells)
 
 
 def _show(console: Console, table: Any, bench: Bench) -> None:
@@ -294,10 +290,7 @@ def _show(console: Console, table: Any, bench: Bench) -> None:
 
 
 def _show_skipped(console: Console, bench: Bench) -> None:
-    alike: dict[str, list[str]] = {}
-    for who, reason in bench.skipped.items():
-        alike.setdefault(reason, []).append(who)
-    for reason, names in alike.items():
+    for reason, names in by_reason(bench.skipped).items():
         shown = names if len(names) <= _LISTED else [f"{names[0]} and {len(names) - 1} others"]
         for who in shown:
             console.print(f"not everywhere timed: {who}: {reason}", markup=False)

@@ -64,7 +64,7 @@ def document(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
     if args.random is None:
         return {}
-    passes = [each.to_json() for each in shares(bench.timings)]
+    passes = [share.to_json() for share in shares(bench.timings)]
     return {"random": {"number": args.random, "seed": args.seed, "passes": passes}}
 
 
@@ -75,9 +75,9 @@ def show(bench: Bench, args: argparse.Namespace) -> None:
     if args.random is None:
         return
     console = screen()
-    for each in shares(bench.timings):
+    for share in shares(bench.timings):
         table = new_table("of roofline>", "ms>", "roofline>", "--case!")
-        for reached in each.worst:
+        for reached in share.worst:
             timing = reached.timing
             table.add_row(
                 f"{reached.ratio:.3f}",
@@ -85,10 +85,11 @@ def show(bench: Bench, args: argparse.Namespace) -> None:
                 f"{timing.roofline_ms:.4f}",
                 str(timing.case),
             )
-        show_in_columns(console, table, f"{each.direction}: the worst of {len(each.shares)} cases")
+        title = f"{share.direction}: the worst of {len(share.shares)} cases"
+        show_in_columns(console, table, title)
         console.print(
-            f"{each.direction}, of the roofline: geometric mean {each.geometric_mean:.3f}, 10th percentile "
-            f"{each.tenth_percentile:.3f}, worst {each.worst[0].ratio:.3f}",
+            f"{share.direction}, of the roofline: geometric mean {share.geometric_mean:.3f}, 10th percentile "
+            f"{share.tenth_percentile:.3f}, worst {share.worst[0].ratio:.3f}",
             markup=False,
         )
     console.print(f"--random {args.random} --seed {args.seed}", markup=False)

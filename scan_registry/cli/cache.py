@@ -106,7 +106,7 @@ def _list(cache: Cache, args: argparse.Namespace) -> int:
     else:
         _print_list(cache, entries)
         _print_tuned(tuned)
-    damage = [*(entry.damage for entry in entries), *(each.damage for each in tuned)]
+    damage = [*(entry.damage for entry in entries), *(local.damage for local in tuned)]
     return 1 if any(damage) else 0
 
 
@@ -136,16 +136,16 @@ def list_document(
         ],
         "tuned": [
             {
-                "path": str(each.archive.path),
-                "state": each.state,
-                "reason": each.damage or each.stale,
-                "gpu": each.gpu,
-                "date": each.date,
-                "kernels": list(each.kernels),
-                "binaries": each.binaries,
-                "bytes": each.size,
+                "path": str(local.archive.path),
+                "state": local.state,
+                "reason": local.damage or local.stale,
+                "gpu": local.gpu,
+                "date": local.date,
+                "kernels": list(local.kernels),
+                "binaries": local.binaries,
+                "bytes": local.size,
             }
-            for each in tuned
+            for local in tuned
         ],
     }
 
@@ -156,15 +156,15 @@ def _print_tuned(tuned: Sequence[LocalTuning]) -> None:
         return
     console = screen()
     table = new_table("tuned on", "date?", "kernels?", "binaries>", "size>", "state!")
-    for each in tuned:
-        state = f"[red]{each.state}[/]" if each.damage else each.state
-        kernels = ", ".join(head.partition(".")[2] for head in each.kernels)
-        size = size_text(each.size)
-        table.add_row(each.gpu or "", each.date or "", kernels, str(each.binaries), size, state)
+    for local in tuned:
+        state = f"[red]{local.state}[/]" if local.damage else local.state
+        kernels = ", ".join(head.partition(".")[2] for head in local.kernels)
+        size = size_text(local.size)
+        table.add_row(local.gpu or "", local.date or "", kernels, str(local.binaries), size, state)
     show(console, table)
-    for each in tuned:
-        if each.state != "current":
-            text = f"{each.state}: {each.archive.path}: {each.damage or each.stale}"
+    for local in tuned:
+        if local.state != "current":
+            text = f"{local.state}: {local.archive.path}: {local.damage or local.stale}"
             console.print(text, markup=False, soft_wrap=True)
 
 
@@ -226,8 +226,8 @@ def _clear(cache: Cache, args: argparse.Namespace) -> int:
         print(json.dumps(document, indent=2))
     else:
         files = f" and what was tuned on {_counted(tuned, 'GPU', 'GPUs')}" if tuned else ""
-        held = f"{_counted(count, 'binary', 'binaries')}{files}"
-        text = f"deleted {held}, {size_text(sizes)}, from {cache.folder}"
+        contents = f"{_counted(count, 'binary', 'binaries')}{files}"
+        text = f"deleted {contents}, {size_text(sizes)}, from {cache.folder}"
         screen().print(text, markup=False, soft_wrap=True)
     return 0
 

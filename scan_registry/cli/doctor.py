@@ -115,9 +115,9 @@ def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
     for ordinal, device in gpus:
         system = System(
             device,
-            stock.found.archives,
+            stock.installed.archives,
             here.toolchains,
-            stock.found.denied,
+            stock.installed.denied,
             stock.damaged,
             tuned=None if ordinal is None else tuned.archive_of(device),
         )
@@ -136,7 +136,7 @@ class _Stock:
     damaged  by key, binaries whose bytes are not those that their entries state
     """
 
-    found: Catalogue
+    installed: Catalogue
     states: tuple[ProviderState, ...]
     damaged: dict[Key, str] = field(default_factory=dict)
 
@@ -223,19 +223,19 @@ def _gpus(
             findings.append(Finding(without, about, text, (remedy,)))
         return [], None
     try:
-        found = visible()
+        gpus = visible()
     except driver.DriverError as error:
         text = f"the CUDA driver fails, so {only}: {error}"
         findings.append(Finding("error", about, text, (remedy,)))
         return [], supported
-    if not found:
+    if not gpus:
         text = f"the CUDA driver sees no GPU, so {only}"
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = () if shown is None else (f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it",)
         findings.append(Finding(without, about, text, (*hidden, remedy)))
     else:
         findings += _torch_findings(supported)
-    return list(enumerate(found)), supported
+    return list(enumerate(gpus)), supported
 
 
 def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
@@ -272,12 +272,12 @@ def _cpu() -> tuple[str, str] | None:
 
     Torch is not imported for it, which takes seconds.
     """
-    found, oldest = _torch(), ".".join(map(str, _OLDEST_TORCH))
+    version, oldest = _torch(), ".".join(map(str, _OLDEST_TORCH))
     if find_spec("torch") is None:
         return "torch is not installed", f"install torch: {_TORCH_BUILDS} gives the command"
-    release = re.match(r"(\d+)\.(\d+)", found or "")
+    release = re.match(r"(\d+)\.(\d+)", version or "")
     if release and (int(release[1]), int(release[2])) < _OLDEST_TORCH:
-        return f"torch {found} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
+        return f"torch {version} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
     try:
         import_module("scan_registry.ops._cpu")
     except ImportError as error:
@@ -318,7 +318,7 @@ def _cache(cache: Cache) -> CacheState:
 
 def document(report: Report) -> dict[str, Any]:
     """The stable form, as ``schemas/doctor.json`` describes it: keys are only ever added."""
-    here = report.installation
+    here, first = report.installation, report.first
     return {
         "version": here.version,
         "passed": report.passed,
@@ -328,10 +328,10 @@ def document(report: Report) -> dict[str, Any]:
         "torch": here.torch,
         "driver": dotted(here.driver) if here.driver else None,
         "compilers": {
-            language: {"identity": None, "cuda": None, "missing": found}
-            if isinstance(found, str)
-            else {"identity": found.identity, "cuda": dotted(found.cuda), "missing": None}
-            for language, found in here.toolchains.items()
+            language: {"identity": None, "cuda": None, "missing": toolchain}
+            if isinstance(toolchain, str)
+            else {"identity": toolchain.identity, "cuda": dotted(toolchain.cuda), "missing": None}
+            for language, toolchain in here.toolchains.items()
         },
         "lowest_tier": str(here.lowest),
         "cache": asdict(here.cache),
@@ -342,16 +342,16 @@ def document(report: Report) -> dict[str, Any]:
                 "device": device_record(gpu.device),
                 "assumed": list(gpu.assumed),
                 "answers": [_answer_record(answer) for answer in gpu.answers],
-                "tuned": [asdict(each) for each in gpu.tuned],
+                "tuned": [asdict(local) for local in gpu.tuned],
                 "first_calls": [
-                    {**asdict(each), "tier": str(each.tier)} for each in gpu.first_calls
+                    {**asdict(call), "tier": str(call.tier)} for call in gpu.first_calls
                 ],
                 "first_calls_on": MEASURED_ON,
             }
             for gpu in report.gpus
         ],
         "findings": [_finding_record(finding) for finding in report.findings],
-        "first": _first_record(report.first),
+        "first": first and {"about": first.about, "remedy": first.remedies[0]},
     }
 
 
@@ -362,18 +362,10 @@ def _provider_record(provider: ProviderState) -> dict[str, Any]:
 
 
 def _answer_record(answer: Answer) -> dict[str, Any]:
-    tiers = {backend: _tier(tier) for backend, tier in answer.tiers.items()}
+    tiers = {b: None if tier is None else str(tier) for b, tier in answer.tiers.items()}
     return {**asdict(answer), "tiers": tiers}
 
 
 def _finding_record(finding: Finding) -> dict[str, Any]:
     listed = {"remedies": list(finding.remedies), "reasons": list(finding.reasons)}
     return {**asdict(finding), **listed}
-
-
-def _first_record(finding: Finding | None) -> dict[str, Any] | None:
-    return {"about": finding.about, "remedy": finding.remedies[0]} if finding else None
-
-
-def _tier(tier: Tier | None) -> str | None:
-    return None if tier is None else str(tier)

@@ -39,8 +39,8 @@ def show_report(report: Report) -> None:
     console.print(f"[bold]scan-registry {here.version}[/]")
     say(f"python     {here.python}")
     say(f"torch      {here.torch or 'not installed'}")
-    for language, found in here.toolchains.items():
-        text = found if isinstance(found, str) else f"{found.identity} (CUDA {dotted(found.cuda)})"
+    for language, tools in here.toolchains.items():
+        text = tools if isinstance(tools, str) else f"{tools.identity} (CUDA {dotted(tools.cuda)})"
         say(f"{language:10} {text}")
     if here.driver:
         say(f"driver     for CUDA {dotted(here.driver)}")
@@ -72,19 +72,19 @@ def _verdict(report: Report) -> str:
     if report.gpus:
         if not report.passed:
             return "Not every call runs a kernel."
-        tiers = {each.tiers["auto"] for gpu in report.gpus for each in gpu.answers}
+        tiers = {answer.tiers["auto"] for gpu in report.gpus for answer in gpu.answers}
         left = tiers & {Tier.REFERENCE, None}
         return f"Every call runs a kernel{', except where no wheel holds one' if left else ''}."
     if report.installation.cpu:
         return "No call runs."
-    broken = any(each.severity == "error" for each in report.findings)
+    broken = any(finding.severity == "error" for finding in report.findings)
     return f"CPU only: calls run this package's code for the CPU{', but see the errors' if broken else ''}."
 
 
 def _cache_words(cache: CacheState) -> str:
     count = f"{cache.entries} {'entry' if cache.entries == 1 else 'entries'}"
-    held = f"{count}, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
-    return f"{cache.folder}: {f'unusable, {cache.unusable}' if cache.unusable else held}"
+    contents = f"{count}, {size_text(cache.size)}; {cache.free / 1e9:.1f} GB free"
+    return f"{cache.folder}: {f'unusable, {cache.unusable}' if cache.unusable else contents}"
 
 
 def _print_providers(console: Console, states: Sequence[ProviderState]) -> None:
@@ -141,15 +141,15 @@ def _alike(
     yield kernel, []
     every = [(answer.dtype, answer.access) for answer in answers]
     for some in groups.values():
-        yield f"  {condensed([(each.dtype, each.access) for each in some], every)}", some
+        yield f"  {condensed([(row.dtype, row.access) for row in some], every)}", some
 
 
 def _print_first_calls(console: Console, gpu: Coverage) -> None:
     """Print what the first call of a process costs on each tier that calls on this GPU get."""
     table = new_table("tier", "language!", "first call!", "in later processes!")
-    for each in gpu.first_calls:
-        times = [_milliseconds(each.first_ms), _milliseconds(each.later_ms)]
-        table.add_row(str(each.tier), each.language, *times)
+    for call in gpu.first_calls:
+        times = [_milliseconds(call.first_ms), _milliseconds(call.later_ms)]
+        table.add_row(str(call.tier), call.language, *times)
     here = (
         ""
         if gpu.device.name in (MEASURED_ON, MEASURED_ON.split()[-1])

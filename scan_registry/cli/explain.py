@@ -26,18 +26,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "
         "be meant. The JSON document is described by scan_registry/schemas/explain.json.",
     )
-    found = operators()
-    parser.add_argument("operator", help=f"one of {', '.join(found)}")
+    by_name = operators()
+    parser.add_argument("operator", help=f"one of {', '.join(by_name)}")
     parser.add_argument("--dtype", required=True, metavar="X", help=" ".join(DTYPES))
-    shapes = "; ".join(f"for {each.name} {each.shape}" for each in found.values())
+    shapes = "; ".join(f"for {operator.name} {operator.shape}" for operator in by_name.values())
     parser.add_argument("--shape", required=True, metavar="N,N,…", help=shapes)
     for option, takers in _options().values():
         text = f"of {', '.join(takers)}: {option.settings['help']}"
         parser.add_argument(*option.names, **{**option.settings, "help": text})
     special = [
-        f"; of {each.name} also {' '.join(more)}"
-        for each in found.values()
-        if (more := [word for word in each.backends if word not in BACKENDS])
+        f"; of {operator.name} also {' '.join(more)}"
+        for operator in by_name.values()
+        if (more := [word for word in operator.backends if word not in BACKENDS])
     ]
     parser.add_argument(
         "--backend", default="auto", metavar="X", help=" ".join(BACKENDS) + "".join(special)
@@ -57,11 +57,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _options() -> dict[str, tuple[Option, list[str]]]:
     """The options of operators, and which operators have each. If several have the same option, the first one
     declares it."""
-    found: dict[str, tuple[Option, list[str]]] = {}
+    by_dest: dict[str, tuple[Option, list[str]]] = {}
     for operator in operators().values():
         for option in operator.options:
-            found.setdefault(option.dest, (option, []))[1].append(operator.name)
-    return found
+            by_dest.setdefault(option.dest, (option, []))[1].append(operator.name)
+    return by_dest
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         shape = parse_shape("--shape", args.shape)
         parsed, there = operator.parse(dtype, shape, args), _system(args)
         with policy.require(args.require or "reference"):
-            found = explain_for(
+            explanation = explain_for(
                 *(there, operator.name, *parsed.args), **parsed.kwargs, backend=args.backend
             )
     except (
@@ -91,24 +91,24 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     if args.json:
         call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
-        print(json.dumps(document(found, call), indent=2))
+        print(json.dumps(document(explanation, call), indent=2))
     else:
-        print(found.text(everything=True) if args.all else found.brief())
-        if not args.all and found.steps:
+        print(explanation.text(everything=True) if args.all else explanation.brief())
+        if not args.all and explanation.steps:
             print("Every fact, and a line for each that was not taken: --all.")
-    return 0 if found.runs else 1
+    return 0 if explanation.runs else 1
 
 
-def document(found: Explanation, call: dict[str, Any]) -> dict[str, Any]:
+def document(explanation: Explanation, call: dict[str, Any]) -> dict[str, Any]:
     """The stable form, as ``schemas/explain.json`` describes it: keys are only ever added."""
-    return {"version": __version__, "call": call, **found.to_json()}
+    return {"version": __version__, "call": call, **explanation.to_json()}
 
 
 def _check_options(operator: Operator, args: argparse.Namespace) -> None:
     """Refuse options of other operators."""
     for name, (option, takers) in _options().items():
-        given = getattr(args, name)
-        if operator.name not in takers and given is not None and given is not False:
+        value = getattr(args, name)
+        if operator.name not in takers and value is not None and value is not False:
             raise UsageError(f"{option.names[0]} is no option of {operator.name}")
 
 
@@ -139,11 +139,11 @@ def _system(args: argparse.Namespace) -> System:
         name = "cuda:0" if args.device in (None, "cuda") else args.device
         known("--device", name, accepted)
         device = gpus[accepted.index(name)]
-    found = catalogue()
+    installed = catalogue()
     return System(
         device,
-        found.archives,
+        installed.archives,
         jit.toolchains(),
-        found.denied,
+        installed.denied,
         tuned=None if described else tuned.archive_of(device),
     )

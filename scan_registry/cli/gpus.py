@@ -39,23 +39,23 @@ def add_gpu(parser: argparse.ArgumentParser) -> None:
 
 def gpu_of(args: argparse.Namespace) -> Device | None:
     """The GPU that the arguments describe, or None; ``UsageError`` if they describe none."""
-    given = {name: getattr(args, name) for name in _DETAILS if getattr(args, name) is not None}
+    details = {name: getattr(args, name) for name in _DETAILS if getattr(args, name) is not None}
     if args.arch is None:
-        if given:
-            name = next(iter(given)).replace("_", "-")
+        if details:
+            name = next(iter(details)).replace("_", "-")
             raise UsageError(f"--{name} describes a GPU that is not here; it needs --for")
         return None
     for name in ("sms", "shared_memory"):
-        if given.get(name, 1) < 1:
+        if details.get(name, 1) < 1:
             label = name.replace("_", "-")
-            raise UsageError(f"--{label} is {given[name]}; accepted are positive numbers")
+            raise UsageError(f"--{label} is {details[name]}; accepted are positive numbers")
     capability, product, sm_count = product_of(args.arch)
     return described(
         capability,
         name=product,
-        driver=_driver(given["driver"]) if "driver" in given else None,
-        sm_count=given.get("sms", sm_count),
-        shared_memory_per_block=given.get("shared_memory"),
+        driver=_driver(details["driver"]) if "driver" in details else None,
+        sm_count=details.get("sms", sm_count),
+        shared_memory_per_block=details.get("shared_memory"),
     )
 
 
@@ -100,15 +100,15 @@ def _like(word: str) -> str | None:
     plain = {name.lower(): name for name in names()}
     bare = word.removeprefix("nvidia").strip()
     meant = _ALMOST.fullmatch(word)
-    found = []
+    hits = []
     if meant and (int(meant[1]), int(meant[2])) in FIRST_CUDA:
-        found.append(f"sm_{meant[1]}{meant[2]}")
+        hits.append(f"sm_{meant[1]}{meant[2]}")
     digits = re.sub(r"\D", "", bare)
-    found += [name for key, name in plain.items() if bare and (bare in key or key in bare.split())]
+    hits += [name for key, name in plain.items() if bare and (bare in key or key in bare.split())]
     near = [plain[key] for key in get_close_matches(bare, plain, 4, 0.6)]
-    found += near[:2]
-    found += [name for key, name in plain.items() if len(digits) > 2 and digits in key]
-    close = list(dict.fromkeys([*found, *near]))[:5]
+    hits += near[:2]
+    hits += [name for key, name in plain.items() if len(digits) > 2 and digits in key]
+    close = list(dict.fromkeys([*hits, *near]))[:5]
     return f"did you mean {' or '.join(close)}?" if close else None
 
 
@@ -129,11 +129,11 @@ def visible() -> tuple[Device, ...]:
     """
     from scan_registry.hardware.driver import DriverError
 
-    found: list[Device] = []
+    devices: list[Device] = []
     while True:
         try:
-            found.append(device(len(found)))
+            devices.append(device(len(devices)))
         except DriverError as error:
-            if error.status == (_INVALID_DEVICE if found else _NO_DEVICE):
-                return tuple(found)
+            if error.status == (_INVALID_DEVICE if devices else _NO_DEVICE):
+                return tuple(devices)
             raise

@@ -64,27 +64,27 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace) -> int:
     """List what is installed; ``UsageError`` if a filter names nothing installed."""
-    found, wanted = catalogue(), filters_of(args)
+    installed, wanted = catalogue(), filters_of(args)
     filtered = any(wanted.values())
     # Reading every byte takes seconds, and a list of kernels needs none of them.
-    listed = (read if args.all or args.json or filtered else opened)(found)
-    for file in found.ignored:
+    listed = (read if args.all or args.json or filtered else opened)(installed)
+    for file in installed.ignored:
         print(f"scan-registry: warning: {file}", file=sys.stderr)
     for entry in listed:
         if entry.damage:
             print(f"scan-registry: error: {entry.damage}", file=sys.stderr)
     shown = narrow(listed, wanted) if listed else []
     if args.json:
-        print(json.dumps(document(shown, found), indent=2))
+        print(json.dumps(document(shown, installed), indent=2))
     else:
-        _print(shown, found, filtered=filtered, everything=args.all)
+        _print(shown, installed, filtered=filtered, everything=args.all)
     return 2 if any(entry.damage for entry in listed) else 0
 
 
 # --- JSON -------------------------------------------------------------------------------------
 
 
-def document(listed: Iterable[Listed], found: Catalogue) -> dict[str, Any]:
+def document(listed: Iterable[Listed], installed: Catalogue) -> dict[str, Any]:
     """The stable form: keys are only ever added.
 
     An archive's ``error`` is null, or says what is wrong with it; then the facts of its manifest
@@ -92,11 +92,11 @@ def document(listed: Iterable[Listed], found: Catalogue) -> dict[str, Any]:
     """
     return {
         "version": __version__,
-        "archives": [_archive_record(entry, found) for entry in listed],
+        "archives": [_archive_record(entry, installed) for entry in listed],
     }
 
 
-def _archive_record(entry: Listed, found: Catalogue) -> dict[str, Any]:
+def _archive_record(entry: Listed, installed: Catalogue) -> dict[str, Any]:
     manifest = {} if entry.damage else entry.archive.manifest
     return {
         "arch": str(entry.archive.arch),
@@ -107,16 +107,16 @@ def _archive_record(entry: Listed, found: Catalogue) -> dict[str, Any]:
         "commit": manifest.get("commit"),
         "dirty": manifest.get("dirty"),
         "error": entry.damage,
-        "binaries": [_binary_record(binary, found) for binary in entry.binaries],
+        "binaries": [_binary_record(binary, installed) for binary in entry.binaries],
     }
 
 
-def _binary_record(binary: Binary, found: Catalogue) -> dict[str, Any]:
-    attestation = found.attestations.get(binary.sha256)
+def _binary_record(binary: Binary, installed: Catalogue) -> dict[str, Any]:
+    attestation = installed.attestations.get(binary.sha256)
     return {
         **binary.to_json(),
         "attestation": asdict(attestation) if attestation else None,
-        "gpu_tested": found.is_gpu_tested(binary),
+        "gpu_tested": installed.is_gpu_tested(binary),
     }
 
 
@@ -127,25 +127,27 @@ def _file_size(archive: Archive) -> int | None:
 # --- Tables -----------------------------------------------------------------------------------
 
 
-def _print(listed: Sequence[Listed], found: Catalogue, *, filtered: bool, everything: bool) -> None:
+def _print(
+    listed: Sequence[Listed], installed: Catalogue, *, filtered: bool, everything: bool
+) -> None:
     console = screen()
-    if not found.archives:
+    if not installed.archives:
         say(console, NOTHING.format(version=__version__))
         return
     rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
-    lines = _print_archives(console, listed, found)
+    lines = _print_archives(console, listed, installed)
     if everything or (filtered and len(rows) <= MOST_ROWS):
-        _print_binaries(console, rows, found, providers=several_providers(listed))
+        _print_binaries(console, rows, installed, providers=several_providers(listed))
     else:
-        _print_kernels(console, rows, found, MOST_LINES - lines)
+        _print_kernels(console, rows, installed, MOST_LINES - lines)
     if filtered and not rows:
         console.print("\nNo binary matches all of these filters.")
 
 
-def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue) -> int:
+def _print_archives(console: Console, listed: Sequence[Listed], installed: Catalogue) -> int:
     """Print a line for each, and return how many lines there are."""
     console.print(f"[bold]scan-registry {__version__}[/]")
-    folders = dict.fromkeys(archive.path.parent for archive in found.archives)
+    folders = dict.fromkeys(archive.path.parent for archive in installed.archives)
     for folder in folders:
         console.print(f"archives in {folder}", markup=False, soft_wrap=True)
     providers = several_providers(listed)
@@ -161,11 +163,13 @@ def _print_archives(console: Console, listed: Sequence[Listed], found: Catalogue
             table.add_row(*start, "", "[red]damaged[/]", "", "", "")
             continue
         binaries = entry.archive.binaries
-        gpus = {found.attestations[b.sha256].gpu for b in binaries if found.is_gpu_tested(b)}
+        gpus = {
+            installed.attestations[b.sha256].gpu for b in binaries if installed.is_gpu_tested(b)
+        }
         table.add_row(
             *start,
             str(len(binaries)),
-            _gpu_tested(binaries, found),
+            _gpu_tested(binaries, installed),
             ", ".join(sorted(gpus)) or "–",
             ", ".join(dict.fromkeys(binary.compiler for binary in binaries)),
             _source(entry.archive),
@@ -183,7 +187,7 @@ def _source(archive: Archive) -> str:
 
 
 def _print_kernels(
-    console: Console, rows: Sequence[Row], found: Catalogue, most_lines: int
+    console: Console, rows: Sequence[Row], installed: Catalogue, most_lines: int
 ) -> None:
     """Print a line for each, but no more than that."""
     table = new_table(
@@ -200,7 +204,7 @@ def _print_kernels(
         archs = dict.fromkeys(archive.arch.label for archive, _ in group)
         every_arch = archs == everything and len(archs) > 1
         label = f"all {len(archs)}" if every_arch else " ".join(archs)
-        table.add_row(name, *_kernel_cells([binary for _, binary in group], label, found))
+        table.add_row(name, *_kernel_cells([binary for _, binary in group], label, installed))
     if rows:
         show(console, table)
         if len(kernels) > shown:
@@ -208,7 +212,7 @@ def _print_kernels(
         say(console, _LEGEND, "dim")
 
 
-def _kernel_cells(binaries: Sequence[Binary], archs: str, found: Catalogue) -> tuple[str, ...]:
+def _kernel_cells(binaries: Sequence[Binary], archs: str, installed: Catalogue) -> tuple[str, ...]:
     """What the table says of one kernel's binaries, after its name."""
     statics = (dict(binary.variant.statics).get("dtype", "") for binary in binaries)
     return (
@@ -219,12 +223,12 @@ def _kernel_cells(binaries: Sequence[Binary], archs: str, found: Catalogue) -> t
         _range([b.registers for b in binaries if b.registers is not None], str),
         _range([b.shared for b in binaries], size_text),
         _range([b.size for b in binaries], size_text),
-        _gpu_tested(binaries, found),
+        _gpu_tested(binaries, installed),
     )
 
 
 def _print_binaries(
-    console: Console, rows: Sequence[Row], found: Catalogue, *, providers: bool
+    console: Console, rows: Sequence[Row], installed: Catalogue, *, providers: bool
 ) -> None:
     for group in _by_kernel(rows):
         variant = group[0][1].variant
@@ -250,7 +254,7 @@ def _print_binaries(
                 f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
                 str(binary.threads),
                 size_text(binary.size),
-                _gpu_test(binary, found),
+                _gpu_test(binary, installed),
             )
         show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")
     if rows:
@@ -261,16 +265,16 @@ def _short(value: Static) -> str:
     return SHORT_DTYPES.get(str(value), str(value))
 
 
-def _gpu_test(binary: Binary, found: Catalogue) -> str:
-    attestation = found.attestations.get(binary.sha256)
+def _gpu_test(binary: Binary, installed: Catalogue) -> str:
+    attestation = installed.attestations.get(binary.sha256)
     if attestation is None:
         return "no"
     error = f"{attestation.error:.1e}"
     return error if attestation.passed else f"[red]! {error}[/]"
 
 
-def _gpu_tested(binaries: Sequence[Binary], found: Catalogue) -> str:
-    return f"{sum(map(found.is_gpu_tested, binaries))}/{len(binaries)}"
+def _gpu_tested(binaries: Sequence[Binary], installed: Catalogue) -> str:
+    return f"{sum(map(installed.is_gpu_tested, binaries))}/{len(binaries)}"
 
 
 def _by_kernel(rows: Iterable[Row]) -> list[list[Row]]:

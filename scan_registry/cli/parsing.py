@@ -34,13 +34,13 @@ class Parser(argparse.ArgumentParser):
                 self.error(self._unknown(option))
         if before < len(words) and not {*options} <= {*_ALONE}:
             words = [words[before], *words[:before], *words[before + 1 :]]
-        found, rest = super().parse_known_args(words, namespace)
+        parsed, rest = super().parse_known_args(words, namespace)
         if rest:
             first = rest[0]
             self.error(
                 self._unknown(first) if first.startswith("-") else f"{first!r} is one word too many"
             )
-        return found, rest
+        return parsed, rest
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
@@ -104,6 +104,6 @@ def suggestion(word: str, accepted: Sequence[str]) -> str | None:
     # Imported here, as only mistyped words need it.
     from difflib import get_close_matches
 
-    shortened = [each for each in accepted if each.startswith(word)] if word.strip("-") else []
-    found = [*shortened, *get_close_matches(word, accepted, 1, 0.7)]
-    return f"did you mean {found[0]}?" if found else None
+    shortened = [name for name in accepted if name.startswith(word)] if word.strip("-") else []
+    close = [*shortened, *get_close_matches(word, accepted, 1, 0.7)]
+    return f"did you mean {close[0]}?" if close else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.tables import new_table, say, screen, show
+from scan_registry.cli.tables import by_reason, new_table, say, screen, show
 from scan_registry.ops.operator import DTYPES, operators
 
 if TYPE_CHECKING:
@@ -135,13 +135,13 @@ def selftest(
     left_out = {} if skipped is None else skipped
     for number, family in enumerate(families().values(), 1):
         start = f"selftest: {family.name}, family {number} of {len(families())}"
-        told = partial(_told, tell, start)
+        progress = partial(_told, tell, start)
         if not (family.folder / "cases.py").is_file():
             left_out[family.name] = "it has no cases.py, which makes problems and their references"
         elif device.type == CPU:
-            yield from _on_cpu(family, dtype, left_out, told)
+            yield from _on_cpu(family, dtype, left_out, progress)
         else:
-            yield from _on_gpu(family, device.index or 0, dtype, left_out, told)
+            yield from _on_gpu(family, device.index or 0, dtype, left_out, progress)
 
 
 def _told(tell: Callable[[str], object], start: str, dtype: str) -> None:
@@ -267,7 +267,7 @@ def _on_cpu(
                         skipped[f"{family.name}.{kernel}"] = str(error)
                         continue
                     errors.setdefault(kernel, []).append(case.error())
-        for kernel, found in errors.items():
+        for kernel, kernel_errors in errors.items():
             yield Result(
                 family=family.name,
                 kernel=kernel,
@@ -275,8 +275,8 @@ def _on_cpu(
                 dtype=dtype,
                 tier=CPU,
                 variants=(),
-                cases=len(found),
-                error=max(found),
+                cases=len(kernel_errors),
+                error=max(kernel_errors),
                 tolerance=tolerance,
             )
 
@@ -329,11 +329,3 @@ def _print(results: list[Result], where: str, skipped: dict[str, str]) -> None:
     for reason, subjects in by_reason(skipped).items():
         say(console, f"skipped: {', '.join(subjects)}: {reason}")
     console.print(f"{len(results) - failed} passed, {failed} failed, {len(skipped)} skipped")
-
-
-def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
-    """What was skipped, by reason."""
-    found: dict[str, list[str]] = {}
-    for subject, reason in skipped.items():
-        found.setdefault(reason, []).append(subject)
-    return found

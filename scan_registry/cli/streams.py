@@ -49,8 +49,8 @@ def plain(character: str) -> str:
         <= "\N{BOX DRAWINGS HEAVY UP AND LIGHT DOWN}"
     ):
         return "|" if character in "│┃║╎╏┆┇┊┋" else "-" if character in "─━═╌╍┄┅┈┉╴╶╸╺╼╾" else "+"
-    found = _PLAIN.get(character)
-    return character.encode("ascii", "backslashreplace").decode() if found is None else found
+    known = _PLAIN.get(character)
+    return character.encode("ascii", "backslashreplace").decode() if known is None else known
 
 
 def _handle(error: UnicodeError) -> tuple[str | bytes, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ class Table:
         def line(cells: Sequence[Text]) -> Text:
             placed = []
             for n in kept:
-                room = " " * (widths[n] - cells[n].cell_len)
-                placed.append(Text(room) + cells[n] if self.right[n] else cells[n] + Text(room))
+                pad = " " * (widths[n] - cells[n].cell_len)
+                placed.append(Text(pad) + cells[n] if self.right[n] else cells[n] + Text(pad))
             joined = Text(_GAP).join(placed)
             joined.rstrip()
             return joined
@@ -101,3 +101,11 @@ def show(console: Console, table: Table, *title: str) -> None:
 def say(console: Console, text: str, style: str = "") -> None:
     """Print text, which a terminal's width folds between words and nothing folds in a pipe."""
     console.print(text, markup=False, style=style)
+
+
+def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:
+    """What was skipped, by reason."""
+    subjects: dict[str, list[str]] = {}
+    for subject, reason in skipped.items():
+        subjects.setdefault(reason, []).append(subject)
+    return subjects

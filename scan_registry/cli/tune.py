@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from scan_registry.cache import tuned
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import INTERRUPTED, UsageError
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import by_reason, new_table, screen, show
 from scan_registry.ops.operator import DTYPES, SHORT_DTYPES
 
 if TYPE_CHECKING:
@@ -113,10 +113,10 @@ def chosen(args: argparse.Namespace, known: Sequence[Case] | None = None) -> lis
             wanted = usual_cases()
     except ValueError as error:
         raise UsageError(f"--shapes: {error}") from error
-    found = list(posed(wanted, args.language or LANGUAGES))
-    names = list(dict.fromkeys(each.kernel.name for each in found))
+    problems = list(posed(wanted, args.language or LANGUAGES))
+    names = list(dict.fromkeys(problem.kernel.name for problem in problems))
     _check_words("--kernel", args.kernel, names, "accepted with these shapes")
-    return [each for each in found if not args.kernel or each.kernel.name in args.kernel]
+    return [p for p in problems if not args.kernel or p.kernel.name in args.kernel]
 
 
 def _check_words(
@@ -132,14 +132,14 @@ def wanted(pattern: str | None, problems: Sequence[Posed]) -> Callable[[Variant]
     """Which variants ``--only`` asks for; ``UsageError`` if it is no regular expression, or in no variant
     that takes one of the problems."""
     try:
-        found = re.compile(pattern or "")
+        regex = re.compile(pattern or "")
     except re.error as error:
         raise UsageError(
             f"--only is {pattern!r}, which is no regular expression: {error}"
         ) from error
 
     def only(variant: Variant) -> bool:
-        return found.search(str(variant)) is not None
+        return regex.search(str(variant)) is not None
 
     takers = (
         v for p in problems for v in p.kernel.every if p.kernel.rules.accepts(v, p.problem) is None
@@ -200,10 +200,10 @@ def _save(tuner: Tuner) -> str:
     """Save the results, and return where; ``UsageError`` if the cache's folder cannot be used."""
     from scan_registry.tuner.report import tunings
 
-    found = tunings(tuner.device, tuner.tuned)
-    labels = {head: tuning.labels for head, tuning in found.items()}
+    by_head = tunings(tuner.device, tuner.tuned)
+    labels = {head: tuning.labels for head, tuning in by_head.items()}
     try:
-        archive = tuned.publish(tuner.device, tuner.binaries(labels), found, tuner.run.date)
+        archive = tuned.publish(tuner.device, tuner.binaries(labels), by_head, tuner.run.date)
     except OSError as error:
         raise UsageError(f"what was found cannot be saved: {error}") from error
     return str(archive.path)
@@ -217,21 +217,21 @@ def show_report(tuner: Tuner) -> None:
     table = new_table(
         "kernel", "lang", "problem!", "best", "ms>", "± ms>", "tried>", "shipped ms>", "regret>"
     )
-    for each in tuner.tuned:
-        timings, kernel = each.measured.timings, each.posed.kernel
-        tile = each.best.removeprefix(f"{each.posed.shape.kind},")
-        case = each.posed.case
+    for result in tuner.tuned:
+        timings, kernel = result.measured.timings, result.posed.kernel
+        tile = result.best.removeprefix(f"{result.posed.shape.kind},")
+        case = result.posed.case
         options = f", {case.options}" if case.options else ""
         table.add_row(
             kernel.name,
             kernel.language,
             f"{case.sizes} {SHORT_DTYPES[case.dtype]}{options}",
             tile,
-            f"{each.best_ms:.4f}",
-            f"{timings[each.best].spread:.4f}",
+            f"{result.best_ms:.4f}",
+            f"{timings[result.best].spread:.4f}",
             str(len(timings)),
-            "–" if each.shipped_ms is None else f"{each.shipped_ms:.4f}",
-            "–" if each.regret is None else f"{each.regret:.3f}",
+            "–" if result.shipped_ms is None else f"{result.shipped_ms:.4f}",
+            "–" if result.regret is None else f"{result.regret:.3f}",
         )
     show(console, table, f"{tuner.device.name}, {tuner.run.date}")
     total = regret(tuner.tuned)
@@ -246,14 +246,10 @@ def show_report(tuner: Tuner) -> None:
 def _show_rest(tuner: Tuner) -> None:
     """On stderr, what there was no time for and what could not be timed."""
     if tuner.left_out:
-        names = "; ".join(f"{each.kernel.head} {each}" for each in tuner.left_out)
+        names = "; ".join(f"{problem.kernel.head} {problem}" for problem in tuner.left_out)
         print(f"left out for want of time or memory: {names}", file=sys.stderr)
-    for reason, variants in _by_reason(tuner).items():
+    reasons = {
+        str(variant): text.strip().splitlines()[0] for variant, text in tuner.refused.items()
+    }
+    for reason, variants in by_reason(reasons).items():
         print(f"not timed: {', '.join(variants)}: {reason}", file=sys.stderr)
-
-
-def _by_reason(tuner: Tuner) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for variant, reason in tuner.refused.items():
-        found.setdefault(reason.strip().splitlines()[0], []).append(str(variant))
-    return found

@@ -76,10 +76,10 @@ class Report:
 
     @property
     def defects(self) -> list[Defect]:
-        found = list(self.general)
+        defects = list(self.general)
         for result in self.results:
-            found += [*result.defects, *result.differences]
-        return found
+            defects += [*result.defects, *result.differences]
+        return defects
 
     @property
     def checked(self) -> int:
@@ -95,8 +95,8 @@ class Report:
     @property
     def install(self) -> list[str]:
         """What pip would have to install to compare what is not comparable for want of its compiler."""
-        found = (c.install for result in self.results for c in result.comparisons if c.install)
-        return list(dict.fromkeys(found))
+        installs = (c.install for result in self.results for c in result.comparisons if c.install)
+        return list(dict.fromkeys(installs))
 
     @property
     def missing(self) -> str | None:
@@ -132,8 +132,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Check what is installed; ``UsageError`` if that is nothing, or a filter names nothing."""
     workers = _workers()
-    found, general = _installed()
-    listed = opened(found)
+    installed, general = _installed()
+    listed = opened(installed)
     try:
         shown = narrow(listed, filters_of(args)) if listed else []
     except UsageError as error:
@@ -142,12 +142,12 @@ def run(args: argparse.Namespace) -> int:
         if not (shown or general):
             raise
         general.append(Defect(None, None, str(error)))
-    results = tuple(_checked(entry, found) for entry in shown)
+    results = tuple(_checked(entry, installed) for entry in shown)
     if args.rebuild:
         results = _rebuilt(results, workers)
     report = Report(args.rebuild, tuple(general), results)
     if args.json:
-        print(json.dumps(document(report, found), indent=2))
+        print(json.dumps(document(report, installed), indent=2))
     else:
         _print(report)
     if report.defects:
@@ -166,20 +166,20 @@ def _workers() -> int:
 
 def _installed() -> tuple[Catalogue, list[Defect]]:
     """The catalogue of the packages that can be used, and what is wrong with any package."""
-    found, problems = survey()
+    installed, problems = survey()
     defects = [Defect(None, None, str(problem)) for problem in problems]
-    for provider in found.providers:
+    for provider in installed.providers:
         defects += altered(provider)
         defects += [Defect(path, None, MISNAMED) for path in provider.misnamed]
-    return found, defects
+    return installed, defects
 
 
-def _checked(entry: Listed, found: Catalogue) -> Result:
+def _checked(entry: Listed, installed: Catalogue) -> Result:
     started, defects = time.perf_counter(), []
     if entry.damage:
         reason = entry.damage.removeprefix(f"{entry.archive.path}: ")
         defects.append(Defect(entry.archive.path, None, reason))
-    defects += check(entry.archive, entry.binaries, found.attestations)
+    defects += check(entry.archive, entry.binaries, installed.attestations)
     return Result(entry, tuple(defects), time.perf_counter() - started)
 
 
@@ -203,17 +203,17 @@ def _rebuilt(results: Sequence[Result], workers: int) -> tuple[Result, ...]:
     return tuple(
         replace(
             result,
-            comparisons=tuple(made),
-            seconds=result.seconds + sum(comparison.seconds for comparison in made),
+            comparisons=tuple(comparisons),
+            seconds=result.seconds + sum(comparison.seconds for comparison in comparisons),
         )
-        for result, made in zip(results, by_path.values(), strict=True)
+        for result, comparisons in zip(results, by_path.values(), strict=True)
     )
 
 
 # --- JSON -------------------------------------------------------------------------------------
 
 
-def document(report: Report, found: Catalogue) -> dict[str, Any]:
+def document(report: Report, installed: Catalogue) -> dict[str, Any]:
     """The stable form, described by ``schemas/verify.json``: keys are only ever added."""
     return {
         "version": __version__,
@@ -221,7 +221,7 @@ def document(report: Report, found: Catalogue) -> dict[str, Any]:
         "passed": not report.defects and not report.missing,
         "providers": [
             {"name": provider.name, "version": provider.version, "folder": str(provider.folder)}
-            for provider in found.providers
+            for provider in installed.providers
         ],
         "archives": [
             {
