@@ -92,12 +92,12 @@ def write(
         return end - len(part), len(part)
 
     sections, tuned = list[tuple[str, bytes]](), list[tuple[str, bytes]]()
-    held, own = list(binaries), tunings or {}
+    pairs, own = list(binaries), tunings or {}
     chunked = dict[str, tuple[Mapping[str, Place], list[tuple[int, int]]]]()
-    for kin, group in _grouped(held, _kin):
-        found, packed = _in_chunks(group, own, arch)
-        chunked[kin] = found, [place(chunk) for chunk in packed]
-    for head, group in _grouped(held, lambda pair: pair[0].variant.head):
+    for kin, group in _grouped(pairs, _kin):
+        located, packed = _in_chunks(group, own, arch)
+        chunked[kin] = located, [place(chunk) for chunk in packed]
+    for head, group in _grouped(pairs, lambda pair: pair[0].variant.head):
         inside, places = chunked[_kin(group[0])]
         for stem, alike in _grouped(group, lambda pair: pair[0].variant.stem):
             records = [{**binary.to_json(), **inside[binary.sha256]} for binary, _ in alike]
@@ -133,8 +133,8 @@ def _grouped(
 ) -> Iterable[tuple[str, Sequence[Each]]]:
     """The items grouped by key, in order of first appearance."""
     groups: dict[str, list[Each]] = {}
-    for each in listed:
-        groups.setdefault(key(each), []).append(each)
+    for item in listed:
+        groups.setdefault(key(item), []).append(item)
     return groups.items()
 
 
@@ -144,22 +144,17 @@ def _kin(pair: tuple[Binary, bytes]) -> str:
 
 
 def _in_chunks(
-    held: Sequence[tuple[Binary, bytes]], tunings: Mapping[str, Sequence[Tuning]], arch: Target
+    pairs: Sequence[tuple[Binary, bytes]], tunings: Mapping[str, Sequence[Tuning]], arch: Target
 ) -> tuple[dict[str, Place], list[bytes]]:
     """Where binaries lie, by their digests, and the chunks; equal bytes are once. What is the fastest
     somewhere on GPUs of this very architecture is stored as it is if it is that often and small, and else in
     small chunks. In a chunk, whose end takes longest to read, first come those that tuning found to be the
     fastest most often; of kernels without tuning all are in order."""
-    distinct = {binary.sha256: (binary, content) for binary, content in reversed(held)}
+    distinct = {binary.sha256: (binary, content) for binary, content in reversed(pairs)}
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
-    wins, here = Counter[str](), Counter[str]()
-    for head in {binary.variant.head for binary, _ in held}:
-        for tuning in (each for each in tunings.get(head, ()) if not each.exclusive):
-            won = Counter({f"{head}:{label}": times for label, times in tuning.wins().items()})
-            wins += won
-            here += won if tuning.arch == str(arch) else Counter()
+    wins, here = _wins({binary.variant.head for binary, _ in pairs}, tunings, arch)
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
     places, packed = dict[str, Place](), list[bytes]()
     for binary, content in reversed(distinct.values()):
@@ -170,12 +165,26 @@ def _in_chunks(
         else:
             (first if fastest else others).append((binary, content))
     for parts in (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE)):
-        parts.sort(key=lambda pair: -wins[str(pair[0].variant)] if wins else held.index(pair))
+        parts.sort(key=lambda pair: -wins[str(pair[0].variant)] if wins else pairs.index(pair))
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
             places[binary.sha256] = {"chunk": len(packed), "offset": offset}
         packed.append(chunks.compress(b"".join(content for _, content in parts)))
     return places, packed
+
+
+def _wins(
+    heads: Iterable[str], tunings: Mapping[str, Sequence[Tuning]], arch: Target
+) -> tuple[Counter[str], Counter[str]]:
+    """How often tuning found each variant to be the fastest: on all GPUs, and on those of the architecture."""
+    wins, here = Counter[str](), Counter[str]()
+    for head in heads:
+        for tuning in tunings.get(head, ()):
+            if not tuning.exclusive:
+                won = Counter({f"{head}:{label}": n for label, n in tuning.wins().items()})
+                wins += won
+                here += won if tuning.arch == str(arch) else Counter()
+    return wins, here
 
 
 def _alike(
@@ -188,13 +197,13 @@ def _alike(
         binary, content = pair
         return [name for name, _ in binary.variant.statics], len(content)
 
-    together, room = list[tuple[Binary, bytes]](), most
+    together, space = list[tuple[Binary, bytes]](), most
     for pair in sorted(binaries, key=likeness):
-        if together and room < len(pair[1]):
+        if together and space < len(pair[1]):
             yield together
-            together, room = [], most
+            together, space = [], most
         together.append(pair)
-        room -= len(pair[1])
+        space -= len(pair[1])
     if together:
         yield together
 
@@ -259,7 +268,7 @@ class Archive:
     def binaries(self) -> tuple[Binary, ...]:
         """What the archive holds, by kernel, language and dtype; ``ArchiveError`` if any entry is not right."""
         sections = self._documents("sections", "")
-        return tuple(entry.binary for each in sections for entry in self._section(each).entries)
+        return tuple(entry.binary for part in sections for entry in self._section(part).entries)
 
     def of(
         self, family: str, kernel: str, language: str | None = None, dtype: str | None = None
@@ -277,7 +286,7 @@ class Archive:
     def tunings(self, head: str) -> tuple[Tuning, ...]:
         """What tuning found of a kernel in a language; ``head`` is the beginning of its variants' names."""
         listed = self._documents("tunings", f"{head}:")
-        said = (self._said("tunings of", each, read_tunings) for each in listed)
+        said = (self._said("tunings of", document, read_tunings) for document in listed)
         return tuple(tuning for tunings in said for tuning in tunings)
 
     def _documents(self, name: str, prefix: str) -> tuple[Document, ...]:
@@ -287,7 +296,7 @@ class Archive:
         if not isinstance(listed, list):
             raise ArchiveError(f"{self.path}: the manifest lists no {name}")
         try:
-            return tuple(Document.read(each) for each in listed if each.startswith(prefix))
+            return tuple(Document.read(text) for text in listed if text.startswith(prefix))
         except (AttributeError, ValueError) as error:
             raise ArchiveError(f"{self.path}: the manifest's {name}: {error}") from error
 
@@ -357,11 +366,11 @@ class Archive:
         except ValueError as error:
             opened.pop(place, None)  # binaries before the damage can still be read
             raise ArchiveError(f"{self.path}: {binary}: its chunk {error}; {again}") from error
-        found = digest(content)
-        if found != binary.sha256:
+        actual = digest(content)
+        if actual != binary.sha256:
             cut = "" if len(content) == binary.size else f" ({len(content)} of {binary.size} bytes)"
             raise ArchiveError(
-                f"{self.path}: {binary} has SHA-256 {found}{cut}, "
+                f"{self.path}: {binary} has SHA-256 {actual}{cut}, "
                 f"its entry states {binary.sha256}; {again}"
             )
         return content

@@ -44,7 +44,7 @@ def compress(content: bytes) -> bytes:
 def stored(content: bytes) -> bytes:
     """A chunk of ``content`` as it is: a byte and the part's size less one before each part."""
     parts = (content[at : at + _PART] for at in range(0, len(content), _PART))
-    return b"".join(_AS_IT_IS + (len(each) - 1).to_bytes(2, "big") + each for each in parts) + _END
+    return b"".join(_AS_IT_IS + (len(part) - 1).to_bytes(2, "big") + part for part in parts) + _END
 
 
 def decompress(chunk: bytes, size: int) -> bytes:

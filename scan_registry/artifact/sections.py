@@ -230,7 +230,7 @@ def section_text(records: Sequence[Mapping[str, Any]], chunks: Sequence[tuple[in
         if others and name not in _NAMED and all(record[name] == value for record in others)
     }
     listed = [[record[name] for name in _NAMED] for record in records]
-    own = [{k: v for k, v in each.items() if k not in (*_NAMED, *common)} for each in records]
+    own = [{k: v for k, v in record.items() if k not in (*_NAMED, *common)} for record in records]
     head = {"chunks": chunks, "common": common, "binaries": listed}
     return b"\n".join(map(dumped, (head, *own)))
 

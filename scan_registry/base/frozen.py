@@ -21,14 +21,14 @@ def _init(self: Any, *values: Any, **named: Any) -> None:
     if not named and len(values) == len(fields):
         vars(self).update(zip(fields, values, strict=True))
         return
-    given = {**dict(zip(fields, values, strict=False)), **named}
-    if len(given) != len(values) + len(named) or not given.keys() <= fields.keys():
+    arguments = {**dict(zip(fields, values, strict=False)), **named}
+    if len(arguments) != len(values) + len(named) or not arguments.keys() <= fields.keys():
         raise TypeError(f"{_call(self, values, named)}: its fields are {', '.join(fields)}")
-    if named or len(given) < len(fields):  # in the fields' order
-        given = {
-            n: given[n] if n in given else _default(self, field) for n, field in fields.items()
+    if named or len(arguments) < len(fields):  # in the fields' order
+        arguments = {
+            n: arguments[n] if n in arguments else _default(self, f) for n, f in fields.items()
         }
-    vars(self).update(given)
+    vars(self).update(arguments)
 
 
 def _default(instance: Any, field: dataclasses.Field[Any]) -> Any:
@@ -83,8 +83,8 @@ _METHODS = {
     "__delattr__": _delete,
 }
 _ORDER = {
-    f"__{each.__name__}__": _comparison(each)
-    for each in (operator.lt, operator.le, operator.gt, operator.ge)
+    f"__{comparison.__name__}__": _comparison(comparison)
+    for comparison in (operator.lt, operator.le, operator.gt, operator.ge)
 }
 
 if TYPE_CHECKING:

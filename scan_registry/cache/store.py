@@ -89,25 +89,25 @@ class Cache:
 
     def obtain(self, key: str, target: Target, make: Callable[[], Entry]) -> Entry:
         """The entry, made and kept if there is none. One process per key makes it at a time."""
-        found = self.get(key, target)
-        if found is None:
+        entry = self.get(key, target)
+        if entry is None:
             with self._turn(key):
-                found = self.get(key, target)
-                if found is None:
-                    found = make()
-                    self.put(key, target, found)
-        return found
+                entry = self.get(key, target)
+                if entry is None:
+                    entry = make()
+                    self.put(key, target, entry)
+        return entry
 
     def get(self, key: str, target: Target) -> Entry | None:
         """The entry, or None where there is none or it is damaged."""
         if (key, target) in self._memory:
             return self._memory[key, target]
-        found = self.open(key, target)
+        archive = self.open(key, target)
         try:
-            if found is None:
+            if archive is None:
                 return None
-            (binary,) = found.binaries
-            return binary, found.read(binary)
+            (binary,) = archive.binaries
+            return binary, archive.read(binary)
         except (ArchiveError, ValueError):
             return None
 
@@ -116,9 +116,9 @@ class Cache:
         none, it is of another key, or others can write to its folder."""
         if self._refusal_of(key) is not None:
             return None
-        found = Archive(self._path(key, target), provider=str(self.folder))
+        archive = Archive(self._path(key, target), provider=str(self.folder))
         try:
-            return found if found.manifest.get("cache_key") == key else None
+            return archive if archive.manifest.get("cache_key") == key else None
         except ArchiveError:
             return None
 

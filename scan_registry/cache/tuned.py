@@ -57,19 +57,19 @@ def publish(
     """
     place = tuned_cache()
     key, target = key_of(device.name), Target(device.capability)
-    held: dict[Variant, Entry] = {}
-    found = dict(tunings)
+    by_variant: dict[Variant, Entry] = {}
+    merged = dict(tunings)
     before = place.open(key, target)
     if before is not None:
         with suppress(ArchiveError, ValueError):  # a damaged one counts as missing
             older = {binary.variant: (binary, before.read(binary)) for binary in before.binaries}
             for head in {variant.head for variant in older}:
                 for tuning in before.tunings(head):
-                    found[head] = tuning.with_newer(tunings[head]) if head in tunings else tuning
-            held = older
-    held |= {binary.variant: (binary, content) for binary, content in entries}
-    every = [held[variant] for variant in sorted(held, key=str)]
-    one_each = {head: (tuning,) for head, tuning in found.items()}
+                    merged[head] = tuning.with_newer(tunings[head]) if head in tunings else tuning
+            by_variant = older
+    by_variant |= {binary.variant: (binary, content) for binary, content in entries}
+    every = [by_variant[variant] for variant in sorted(by_variant, key=str)]
+    one_each = {head: (tuning,) for head, tuning in merged.items()}
     jit_cache().make_folder()  # it lies within
     place.publish(key, target, every, {"gpu": device.name, "date": date}, one_each)
     archive_of.cache_clear()
@@ -117,7 +117,7 @@ def tuned_contents() -> Iterator[LocalTuning]:
     place = tuned_cache()
     for archive in place.entries():
         try:
-            found = LocalTuning(archive, archive.path.stat().st_size)
+            local = LocalTuning(archive, archive.path.stat().st_size)
         except FileNotFoundError:  # somebody is clearing the cache
             continue
         try:
@@ -128,11 +128,11 @@ def tuned_contents() -> Iterator[LocalTuning]:
             if key != archive.path.parent.name or place.open(key, archive.arch) is None:
                 raise ArchiveError("its key is another, or others can write to its folder")
         except ArchiveError as error:
-            yield replace(found, damage=str(error).removeprefix(f"{archive.path}: "))
+            yield replace(local, damage=str(error).removeprefix(f"{archive.path}: "))
             continue
         gpu = str(archive.manifest.get("gpu"))
         yield replace(
-            found,
+            local,
             gpu=gpu,
             date=str(archive.manifest.get("date")),
             kernels=tuple(dict.fromkeys(binary.variant.head for binary in archive.binaries)),

@@ -39,20 +39,20 @@ class Distribution:
 
 def version(name: str) -> str | None:
     """The installed version of a distribution, or None if it is not installed."""
-    found = next(named(normalized(name)), None)
-    return found.version if found else None
+    distribution = next(named(normalized(name)), None)
+    return distribution.version if distribution else None
 
 
 def mentioning(group: str) -> list[Distribution]:
     """The distributions whose entry points mention ``group``. Of one name, the first on the path
     counts, as when it is imported."""
-    sought, found = group.encode(), []
+    sought, mentioned = group.encode(), []
     for place, entry in _entries():
         if sought in _entry_points(f"{place}/{entry}"):
             distribution = _distribution(place, entry)
             if next(named(distribution.name), None) == distribution:
-                found.append(distribution)
-    return found
+                mentioned.append(distribution)
+    return mentioned
 
 
 def normalized(name: str) -> str:
@@ -68,27 +68,27 @@ def _entries() -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1)
 def _listed(path: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
-    found: list[tuple[str, str]] = []
+    entries: list[tuple[str, str]] = []
     for place in dict.fromkeys(entry or os.curdir for entry in path):
         try:
             names = os.listdir(place)
         except OSError:
             continue  # no folder, or not there: the import system passes over it, too
-        found += ((place, n) for n in sorted(filter(_FOLDER, names)))
-    return tuple(found)
+        entries += ((place, n) for n in sorted(filter(_FOLDER, names)))
+    return tuple(entries)
 
 
 def named(name: str) -> Iterator[Distribution]:
     """The distributions of a normalized name, in the order in which they count."""
     first = name.partition("-")[0]
     for _, entries in groupby(_entries(), itemgetter(0)):
-        found = []
+        matches = []
         for place, entry in entries:
             if entry[: len(first)].lower() == first:
                 distribution = _distribution(place, entry)
                 if distribution.name == name and _is_there(distribution.folder):
-                    found.append(distribution)
-        yield from sorted(found, key=lambda each: not (each.folder / "RECORD").is_file())
+                    matches.append(distribution)
+        yield from sorted(matches, key=lambda match: not (match.folder / "RECORD").is_file())
 
 
 def _is_there(folder: Path) -> bool:

@@ -41,13 +41,13 @@ class Attestation:
 class Catalogue:
     """Archives in the order in which selection considers them; nothing is read before it is used."""
 
-    def __init__(self, archives: tuple[Archive, ...], found: tuple[Provider, ...] = ()) -> None:
+    def __init__(self, archives: tuple[Archive, ...], providers: tuple[Provider, ...] = ()) -> None:
         self.archives = archives
-        self.providers = found
+        self.providers = providers
 
     def __repr__(self) -> str:
-        held = ", ".join(archive.arch.label for archive in self.archives) or "no archives"
-        return f"Catalogue({held})"
+        labels = ", ".join(archive.arch.label for archive in self.archives) or "no archives"
+        return f"Catalogue({labels})"
 
     def __iter__(self) -> Iterator[tuple[Archive, Binary]]:
         """Every binary, with the archive that holds it."""
@@ -82,13 +82,13 @@ class Catalogue:
 
 def worst_attestations(kernels: Path) -> dict[str, Attestation]:
     """The attestations in a folder of families, by digest; of several for one binary, the worst."""
-    found: dict[str, Attestation] = {}
+    worst: dict[str, Attestation] = {}
     for path in sorted(kernels.glob("*/attestations/*.json")):
         for attestation in read_attestations(path):
-            known = found.get(attestation.sha256)
+            known = worst.get(attestation.sha256)
             if known is None or not attestation.error <= known.error:
-                found[attestation.sha256] = attestation
-    return found
+                worst[attestation.sha256] = attestation
+    return worst
 
 
 def read_attestations(path: Path) -> list[Attestation]:
@@ -122,18 +122,18 @@ def catalogue() -> Catalogue:
 
     ``ProviderError`` if a provider is not intact, or is not made for this version, naming both.
     """
-    found, problems = survey()
+    surveyed, problems = survey()
     if problems:
         raise problems[0]
-    return found
+    return surveyed
 
 
 def survey() -> tuple[Catalogue, tuple[ProviderError, ...]]:
     """The catalogue of the providers that are intact and made for this version, and what is wrong
     with the others."""
-    found, errors = providers.installed()
+    installed, errors = providers.installed()
     problems, fitting = list(errors), []
-    for provider in found:
+    for provider in installed:
         if reason := provider.mismatch(__version__):
             problems.append(ProviderError(reason))
         else:

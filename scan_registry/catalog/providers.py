@@ -65,7 +65,7 @@ class Provider:
     @property
     def misnamed(self) -> tuple[Path, ...]:
         """Files among the archives that are named after no architecture, and not used."""
-        return tuple(sorted(held.path for held in self._files if not _is_named(held)))
+        return tuple(sorted(archive.path for archive in self._files if not _is_named(archive)))
 
     @cached_property
     def _files(self) -> tuple[Archive, ...]:
@@ -201,10 +201,10 @@ def _within(version: str, stated: str) -> bool:
         return False
 
 
-def _is_named(held: Archive) -> bool:
+def _is_named(archive: Archive) -> bool:
     """Whether the file is named after an architecture."""
     try:
-        return bool(held.arch)
+        return bool(archive.arch)
     except ArchiveError:
         return False
 
@@ -238,14 +238,14 @@ def _parse(manifest: Any, *, own: bool) -> tuple[str, dict[str, str]]:
 
 def _denial(entry: Any) -> tuple[str, str]:
     """The subject and the reason. What could match nothing is refused: it would deny nothing."""
-    given = entry if isinstance(entry, dict) else {}
-    if ("sha256" in given) == ("variant" in given) or not isinstance(given.get("reason"), str):
+    fields = entry if isinstance(entry, dict) else {}
+    if ("sha256" in fields) == ("variant" in fields) or not isinstance(fields.get("reason"), str):
         raise ValueError(
             f"denied has {entry!r}; accepted are objects with either sha256 or variant, and with "
             "reason, a text"
         )
-    subject = given.get("sha256", given.get("variant"))
-    if "sha256" in given:
+    subject = fields.get("sha256", fields.get("variant"))
+    if "sha256" in fields:
         if not (isinstance(subject, str) and re.fullmatch(_SHA256, subject)):
             raise ValueError(
                 f"denied has sha256 {subject!r}; accepted are 64 hexadecimal digits in lower case"
@@ -255,4 +255,4 @@ def _denial(entry: Any) -> tuple[str, str]:
             subject = str(Variant.parse(str(subject)))
         except ValueError as error:
             raise ValueError(f"denied has a variant that is none: {error}") from error
-    return subject, f"denied: {given['reason']}"
+    return subject, f"denied: {fields['reason']}"

@@ -108,9 +108,9 @@ def named(text: str) -> Product | None:
     ]
     known = {key: product for product in PRODUCTS for key in _keys(product)}
     for left_out in ((), (_MEMORY,), (_MEMORY, _FORM)):
-        kept = [word for word in words if not any(each.fullmatch(word) for each in left_out)]
-        if found := known.get("".join(kept)):
-            return found
+        kept = [word for word in words if not any(pattern.fullmatch(word) for pattern in left_out)]
+        if product := known.get("".join(kept)):
+            return product
     return None
 
 

@@ -102,7 +102,7 @@ class Target:
         """Bytes of shared memory that a block may have on the target's GPUs; infinite where that is unknown. PTX may run on any
         GPU from ``OLDEST`` on, so the least of these counts."""
         if self.is_ptx:
-            return min(size for each, size in SHARED_MEMORY.items() if each >= OLDEST)
+            return min(size for capability, size in SHARED_MEMORY.items() if capability >= OLDEST)
         return SHARED_MEMORY.get(self.capability, math.inf)
 
     @property

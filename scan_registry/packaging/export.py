@@ -20,6 +20,7 @@ from scan_registry.diagnostics.verify import origin
 from scan_registry.dispatch.candidates import denial
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
+from scan_registry.kernels.model import Kernel
 from scan_registry.packaging.package import Package
 
 Row = tuple[Archive, Binary]
@@ -55,13 +56,13 @@ def contents(cache: Cache) -> Iterator[Cached]:
             status = entry.path.stat()
         except FileNotFoundError:  # somebody is clearing the cache
             continue
-        found = Cached(entry, status.st_size, status.st_mtime)
+        cached = Cached(entry, status.st_size, status.st_mtime)
         try:
             binary = _only_binary(cache, entry)
         except (ArchiveError, ValueError) as error:
-            yield replace(found, damage=str(error).removeprefix(f"{entry.path}: "))
+            yield replace(cached, damage=str(error).removeprefix(f"{entry.path}: "))
         else:
-            yield replace(found, binary=binary, stale=origin(binary))
+            yield replace(cached, binary=binary, stale=origin(binary))
 
 
 def _only_binary(cache: Cache, entry: Archive) -> Binary:
@@ -92,28 +93,34 @@ def choose(entries: Iterable[Cached], denied: Mapping[str, str]) -> Choice:
     best: dict[tuple[Target, str], Row] = {}
     left_out = []
     for entry in sorted(entries, key=_newest_first):
-        reason, binary = entry.damage or entry.stale, entry.binary
-        if binary is not None and reason is None:
-            variant = str(binary.variant)
-            kernel = kernels.get(binary.variant.head)
-            reason = denied.get(binary.sha256) or denial(denied, kernel, variant)
-            if reason is None:
-                row = entry.archive, binary
-                _, first = best.setdefault((entry.archive.arch, variant), row)
-                if first is not binary:
-                    reason = f"{first.compiler} has made it, too"
-        if reason is not None:
+        if (reason := _take(entry, best, kernels, denied)) is not None:
             left_out.append((entry, reason))
     # Of these kernels alone: some have variants by the thousand.
     heads = {binary.variant.head for _, binary in best.values()}
-    held = [kernel for head, kernel in kernels.items() if head in heads]
-    variants = [str(variant) for kernel in held for variant in kernel.every]
+    variants = [str(v) for head in kernels if head in heads for v in kernels[head].every]
     taken = {
         target: tuple(best[target, v] for v in variants if (target, v) in best)
         for target in sorted({target for target, _ in best})
     }
     left_out.sort(key=lambda pair: str(pair[0].archive.path))
     return Choice(taken, tuple(left_out))
+
+
+def _take(
+    entry: Cached,
+    best: dict[tuple[Target, str], Row],
+    kernels: Mapping[str, Kernel],
+    denied: Mapping[str, str],
+) -> str | None:
+    """Add the entry's binary to ``best``; why not, if it is not added."""
+    binary = entry.binary
+    if binary is None or entry.damage or entry.stale:
+        return entry.damage or entry.stale
+    variant, kernel = str(binary.variant), kernels.get(binary.variant.head)
+    if reason := denied.get(binary.sha256) or denial(denied, kernel, variant):
+        return reason
+    _, first = best.setdefault((entry.archive.arch, variant), (entry.archive, binary))
+    return None if first is binary else f"{first.compiler} has made it, too"
 
 
 def _newest_first(entry: Cached) -> tuple[tuple[int, ...], str]:
@@ -128,23 +135,23 @@ def _newest_first(entry: Cached) -> tuple[tuple[int, ...], str]:
 # --- The package ------------------------------------------------------------------------------
 
 
-def exported(label: str, made_with: str, held: Mapping[Target, tuple[Row, ...]]) -> Package:
+def exported(label: str, made_with: str, by_target: Mapping[Target, tuple[Row, ...]]) -> Package:
     """The package of binaries that version ``made_with`` of this one has compiled."""
     provenance = {"version": made_with, "commit": None, "dirty": None}
     archives = {}
     with tempfile.TemporaryDirectory() as folder:
-        for target, rows in held.items():
+        for target, rows in by_target.items():
             path = Path(folder, f"{target.label}{archive.SUFFIX}")
             binaries = [(binary, source.read(binary)) for source, binary in rows]
             archive.write(path, target, binaries, provenance, tunings(target))
             archives[target] = path.read_bytes()
-    return Package(label, _version(made_with, held), made_with, archives)
+    return Package(label, _version(made_with, by_target), made_with, archives)
 
 
-def _version(made_with: str, held: Mapping[Target, tuple[Row, ...]]) -> str:
+def _version(made_with: str, by_target: Mapping[Target, tuple[Row, ...]]) -> str:
     """That of the maker, and a digest of what is held: other binaries, another version."""
     listed = [
-        [str(target), binary.to_json()] for target, rows in held.items() for _, binary in rows
+        [str(target), binary.to_json()] for target, rows in by_target.items() for _, binary in rows
     ]
     digest = sha256(json.dumps([core_range(made_with), listed]).encode()).hexdigest()
     return f"{Version(made_with).public}+c{digest[:12]}"

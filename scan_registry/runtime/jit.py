@@ -36,13 +36,13 @@ def toolchains() -> Mapping[Language, Toolchain | str]:
     """The compiler of each language, or which package would bring it."""
     from scan_registry.aot.compile import COMPILERS
 
-    found: dict[Language, Toolchain | str] = {}
+    by_language: dict[Language, Toolchain | str] = {}
     for language, compiler in COMPILERS.items():
         try:
-            found[language] = Toolchain(compiler.identity(), compiler.cuda())
+            by_language[language] = Toolchain(compiler.identity(), compiler.cuda())
         except MissingCompilerError as error:
-            found[language] = str(error)
-    return found
+            by_language[language] = str(error)
+    return by_language
 
 
 def compile(variant: Variant, target: Target, *, alone: bool = False) -> Compiled:
@@ -54,10 +54,10 @@ def compile(variant: Variant, target: Target, *, alone: bool = False) -> Compile
     from scan_registry.aot.compile import compile_variant, recipe
     from scan_registry.aot.worker import compile_apart
 
-    made: list[str] = []
+    compiled: list[str] = []
 
     def make() -> tuple[Binary, bytes]:
-        made.append(variant.language)
+        compiled.append(variant.language)
         # Triton's settings are the whole process's, so it gets a process of its own.
         apart = variant.language == "triton" and not alone
         return (compile_apart if apart else compile_variant)(variant, target)
@@ -65,4 +65,4 @@ def compile(variant: Variant, target: Target, *, alone: bool = False) -> Compile
     started = time.perf_counter()
     binary, content = jit_cache().obtain(recipe(variant, target).key, target, make)
     milliseconds = 1e3 * (time.perf_counter() - started)
-    return Compiled(binary, content, milliseconds, cached=not made)
+    return Compiled(binary, content, milliseconds, cached=not compiled)

@@ -128,12 +128,12 @@ def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None =
     """
     if ordinal is None:
         return System(None)
-    found, there = catalogue(), device(ordinal)
+    installed, there = catalogue(), device(ordinal)
     return System(
         device=there,
-        archives=tuple(a for a in found.archives if nearest_tier(a.arch, there) <= reach),
+        archives=tuple(a for a in installed.archives if nearest_tier(a.arch, there) <= reach),
         toolchains=jit.toolchains() if reach >= Tier.JIT else None,
-        denied=found.denied,
+        denied=installed.denied,
         failed=dict(_failed.get(ordinal, {})),
         tuned=tuned.archive_of(there),
         pinned=pinned,
