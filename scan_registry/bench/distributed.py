@@ -128,8 +128,8 @@ class GroupBench:
                 calls[ALL] = part.call(direction, self._scan(case))
             if whole is not None:
                 calls[ALONE] = whole.call(direction, _one_rank(case)) if self.rank == 0 else None
-            found = self.watch.latencies([*calls.values()])
-            for who, latency in zip(calls, found, strict=True):
+            latencies = self.watch.latencies([*calls.values()])
+            for who, latency in zip(calls, latencies, strict=True):
                 self.timings.append(_timing(case, direction, who, latency))
 
     def _whole(self, case: Case) -> Part | None:
@@ -142,8 +142,8 @@ class GroupBench:
     def _fits(self, case: Case, concerned: bool = True) -> bool:
         free = free_bytes(self.device)
         short = concerned and free is not None and _TENSORS * case.tensor_bytes() > free
-        (found,) = self.watch.largest(float(short))
-        return not found
+        (any_short,) = self.watch.largest(float(short))
+        return not any_short
 
     def _scan(self, case: Case) -> Callable[[Tensor, Tensor], Tensor]:
         def scan(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class GroupBench:
             "scan_registry": __version__,
             "device": self.name,
             "ranks": self.ranks,
-            "timings": [each.to_json() for each in self.timings],
+            "timings": [timing.to_json() for timing in self.timings],
             "skipped": dict(self.skipped),
         }
 
@@ -207,7 +207,7 @@ def even(time: int, ranks: int) -> list[int]:
 
 
 def _timing(case: Case, direction: str, who: str, latency: Latency) -> Timing:
-    ms, spread, host = (1e3 * each for each in (latency.seconds, latency.spread, latency.host))
+    ms, spread, host = (1e3 * value for value in (latency.seconds, latency.spread, latency.host))
     return Timing(case, direction, who, ms, spread, host)
 
 

@@ -54,27 +54,27 @@ class Stopwatch:
     ) -> list[Latency]:
         """The latency of each call; rounds of the calls are interleaved. Every rank passes equally many calls, and None for a
         call that it takes no part in."""
-        found: list[list[tuple[float, float]]] = [[] for _ in calls]
+        samples: list[list[tuple[float, float]]] = [[] for _ in calls]
         hosts = [0.0] * len(calls)
         for number in range(-warm_up, rounds):
             for place, call in enumerate(calls):
                 seconds, hosts[place] = self._once(call, hosts[place])
                 if number >= 0:
-                    found[place].append((seconds, hosts[place]))
+                    samples[place].append((seconds, hosts[place]))
         return [
             Latency(
-                statistics.median(seconds for seconds, _ in each),
-                max(seconds for seconds, _ in each) - min(seconds for seconds, _ in each),
-                statistics.median(host for _, host in each),
+                statistics.median(seconds for seconds, _ in of_call),
+                max(seconds for seconds, _ in of_call) - min(seconds for seconds, _ in of_call),
+                statistics.median(host for _, host in of_call),
             )
-            for each in found
+            for of_call in samples
         ]
 
     def largest(self, *values: float) -> list[float]:
         """The largest of all ranks for each value; the same result on every rank."""
-        held = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(held, dist.ReduceOp.MAX, self.group)
-        return [float(value) for value in held.tolist()]
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, self.group)
+        return [float(value) for value in tensor.tolist()]
 
     def _once(self, call: Call | None, host: float) -> tuple[float, float]:
         call = call or _nothing

@@ -168,7 +168,7 @@ class Bench:
         roofline = None
         if rooflines:
             timed = zip(rooflines, times[len(recordings) :], strict=True)
-            roofline, (roofline_ms, _) = min(timed, key=lambda each: each[1])
+            roofline, (roofline_ms, _) = min(timed, key=lambda pair: pair[1])
         for who, (ms, spread) in zip(recordings, times, strict=False):
             yield Timing(case, direction, who, ms, spread, roofline_ms, roofline)
         del recordings, rooflines, everyone
@@ -267,7 +267,7 @@ class Bench:
             "scan_registry": __version__,
             **streaming,
             **self.facts,
-            "timings": [dict(self.benchmark.record(each, self)) for each in self.timings],
+            "timings": [dict(self.benchmark.record(timing, self)) for timing in self.timings],
             "device": self.name,
             "skipped": dict(self.skipped),
         }

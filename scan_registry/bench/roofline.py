@@ -51,7 +51,7 @@ def stream_calls(
         ready = loader.prepare(ordinal, FAMILY, problem, "cuda", policy.lowest(), variant)
         assert ready.launch is not None  # a language was asked for, so not the reference
         calls: list[Call] = [
-            partial(accuracy.start, ordinal, ready.launch, kernel, each, ready.workspace)
-            for each in moved
+            partial(accuracy.start, ordinal, ready.launch, kernel, tensors, ready.workspace)
+            for tensors in moved
         ]
         yield str(variant), calls

@@ -45,7 +45,7 @@ class Shares:
 
     @property
     def geometric_mean(self) -> float:
-        return math.exp(sum(math.log(each.ratio) for each in self.shares) / len(self.shares))
+        return math.exp(sum(math.log(share.ratio) for share in self.shares) / len(self.shares))
 
     @property
     def tenth_percentile(self) -> float:
@@ -66,16 +66,16 @@ class Shares:
             "cases": len(self.shares),
             "geometric_mean": self.geometric_mean,
             "tenth_percentile": self.tenth_percentile,
-            "worst": [each.to_json() for each in self.worst],
+            "worst": [reached.to_json() for reached in self.worst],
         }
 
 
 def shares(timings: Iterable[Timing]) -> list[Shares]:
     """Of each pass that was timed, by this package's fastest."""
-    found: dict[str, list[Reached]] = {}
+    by_direction: dict[str, list[Reached]] = {}
     for timing in fastest(timings).values():
-        found.setdefault(timing.direction, []).append(Reached(timing))
+        by_direction.setdefault(timing.direction, []).append(Reached(timing))
     return [
-        Shares(direction, sorted(each, key=lambda reached: reached.ratio))
-        for direction, each in found.items()
+        Shares(direction, sorted(passes, key=lambda reached: reached.ratio))
+        for direction, passes in by_direction.items()
     ]

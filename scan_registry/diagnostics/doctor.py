@@ -161,15 +161,15 @@ class Report:
     def passed(self) -> bool:
         """Whether every call gets a kernel on every GPU; without one, whether calls on the CPU work."""
         usable = bool(self.gpus) or not (self.strict or self.installation.cpu)
-        return usable and all(each.severity != "error" for each in self.findings)
+        return usable and all(finding.severity != "error" for finding in self.findings)
 
     @property
     def first(self) -> Finding | None:
         """Of what can be helped, the finding that matters most: the first of the worst severity."""
         for severity in ("error", "warning"):
-            for each in self.findings:
-                if each.severity == severity and each.remedies:
-                    return each
+            for finding in self.findings:
+                if finding.severity == severity and finding.remedies:
+                    return finding
         return None
 
 
@@ -223,18 +223,18 @@ def coverage(
     return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
-def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> Iterator[Finding]:
+def lacks(coverage: Coverage, there: System, families: Families, lowest: Tier) -> Iterator[Finding]:
     """What falls below machine code on one GPU, why, and what would lift it.
 
     ``found`` is the coverage of the same system.
     """
     samples = _samples(families)
-    for backend in dict.fromkeys(b for answer in found.answers for b in answer.tiers):
-        answers = {n: a for n, a in enumerate(found.answers) if backend in a.tiers}
+    for backend in dict.fromkeys(b for answer in coverage.answers for b in answer.tiers):
+        answers = {n: a for n, a in enumerate(coverage.answers) if backend in a.tiers}
         groups: dict[tuple[Tier | None, bool], list[int]] = {}
         for number, answer in answers.items():
             if _worth_a_word(answer, backend):
-                left = _is_left(found.device, *samples[number], backend)
+                left = _is_left(coverage.device, *samples[number], backend)
                 groups.setdefault((answer.tiers[backend], left), []).append(number)
         for (tier, left), numbers in groups.items():
             group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
@@ -246,7 +246,7 @@ def lacks(found: Coverage, there: System, families: Families, lowest: Tier) -> I
                 severity = _SEVERITY[tier]
             yield Finding(
                 severity,
-                found.name,
+                coverage.name,
                 f"{outcome(group.device, backend, tier)}{'; no wheel holds it' if left else ''}: {kernels}{group.stand_ins()}",
                 tuple(dict.fromkeys(group.remedies())),
                 group.reasons(),
@@ -402,7 +402,7 @@ class _Group:
             select(there, family, sample.problem, self.backend, self.lowest)
             for family, sample in self.samples
         ]
-        return [each.winner.subject if each.winner else None for each in decisions]
+        return [decision.winner.subject if decision.winner else None for decision in decisions]
 
     def _better(self, system: System | None = None, lowest: Tier | None = None) -> bool:
         there, allowed = system or self.system, self.lowest if lowest is None else lowest
@@ -416,14 +416,14 @@ class _Group:
 
 def _fitting(archives: Iterable[Archive], device: Device) -> list[Archive]:
     """The intact archives for an architecture that the device runs, whatever its driver."""
-    found = []
+    fitting = []
     for archive in archives:
         try:
             if archive.arch.misfit(device.capability) is None and archive.binaries:
-                found.append(archive)
+                fitting.append(archive)
         except ArchiveError:
             continue  # a finding of its own
-    return found
+    return fitting
 
 
 def _variant(loser: Rejected) -> Variant | None:

@@ -54,10 +54,10 @@ def listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
 
 
 def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
-    found: dict[str, list[tuple[str, str]]] = {}
-    for each in answers:
-        found.setdefault(f"{each.family}.{each.kernel}", []).append((each.dtype, each.access))
-    return found
+    by_kernel: dict[str, list[tuple[str, str]]] = {}
+    for a in answers:
+        by_kernel.setdefault(f"{a.family}.{a.kernel}", []).append((a.dtype, a.access))
+    return by_kernel
 
 
 def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:

@@ -75,10 +75,10 @@ class Step:
         decision, winner, losers = self.decision, self.decision.winner, self.decision.rejected
         if winner is None:
             # First the candidates that would run if the policy allowed their tier.
-            found = sorted(
-                grouped(losers).items(), key=lambda each: not each[0].startswith("tier ")
+            reasons = sorted(
+                grouped(losers).items(), key=lambda item: not item[0].startswith("tier ")
             )
-            groups = [f"  {called(group)}: {reason}" for reason, group in found]
+            groups = [f"  {called(group)}: {reason}" for reason, group in reasons]
             if len(groups) >= most:
                 groups[most - 2 :] = ["  and more reasons: --all"]
             return [f"{self.name}: nothing runs, the call raises NoKernelError", *groups]
@@ -201,10 +201,10 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     from scan_registry.runtime.loader import system
 
     known = operators()
-    found = next((each for each in known.values() if each.function is operator), None)
-    if found is None:
+    explained = next((op for op in known.values() if op.function is operator), None)
+    if explained is None:
         raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(known)}")
-    calls, device = _described(found, args, kwargs)
+    calls, device = _described(explained, args, kwargs)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
     ordinal = device.index if device.type == "cuda" else None
@@ -212,7 +212,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     lowest = (
         Tier.REFERENCE if ordinal is None else policy.lowest()
     )  # it is GPUs' calls that compile
-    return decided(found.name, calls, system(ordinal), backend, lowest)
+    return decided(explained.name, calls, system(ordinal), backend, lowest)
 
 
 def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -270,8 +270,8 @@ def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str,
     import torch
 
     types = get_type_hints(operator.function)
-    given = signature(operator.function).bind(*args, **kwargs).arguments
-    tensors = [value for each, value in given.items() if types[each] is torch.Tensor]
+    arguments = signature(operator.function).bind(*args, **kwargs).arguments
+    tensors = [value for name, value in arguments.items() if types[name] is torch.Tensor]
     calls = operator.describe(*args, **kwargs)  # which checks them
     first = tensors[0]
     return calls, (first[0] if isinstance(first, tuple) else first).device
@@ -284,7 +284,6 @@ def decision_record(decision: Decision) -> dict[str, Any]:
     """A decision as JSON, with everything that ``str`` says of it."""
     winner, launch = decision.winner, decision.launch()
     binary, archive = (winner.binary, winner.archive) if winner else (None, None)
-    attestation = _attestations().get(binary.sha256) if binary else None
     kernel = winner if winner and winner.variant else None
     return {
         "route": decision.route and decision.route.to_json(),
@@ -298,13 +297,20 @@ def decision_record(decision: Decision) -> dict[str, Any]:
         "sha256": binary.sha256 if binary else None,
         "archive": str(archive.path) if archive else None,
         "provider": archive.provider if archive else None,
-        "gpu_tested": bool(attestation and attestation.passed) if binary else None,
-        "attestation": asdict(attestation) if attestation else None,
+        **_attestation_record(binary),
         "cost": kernel.cost if kernel else None,
         "tuning": _tuning_record(decision),
         "launch": _launch_record(launch, binary) if launch else None,
         "rejected": [asdict(loser) for loser in decision.rejected],
     }
+
+
+def _attestation_record(binary: Binary | None) -> dict[str, Any]:
+    if binary is None:
+        return {"gpu_tested": None, "attestation": None}
+    attestation = _attestations().get(binary.sha256)
+    passed = bool(attestation and attestation.passed)
+    return {"gpu_tested": passed, "attestation": attestation and asdict(attestation)}
 
 
 def _launch_record(launch: Launch, binary: Binary | None) -> dict[str, Any]:
@@ -324,15 +330,15 @@ def _tuning_record(decision: Decision) -> dict[str, Any] | None:
     winner, device = decision.winner, decision.system.device
     if winner is None or winner.tuned is None or device is None:
         return None
-    found = winner.tuned
+    tuned = winner.tuned
     return {
-        **asdict(found.origin),
-        "own_arch": found.tuning.arch == device.arch,
-        "sizes": dict(found.row.sizes),
-        "distance": found.distance,
+        **asdict(tuned.origin),
+        "own_arch": tuned.tuning.arch == device.arch,
+        "sizes": dict(tuned.row.sizes),
+        "distance": tuned.distance,
         "ms": _there(decision, winner),
         "counted": winner.ms,
-        "times": dict(found.row.times),
+        "times": dict(tuned.row.times),
         "rule": winner.rule,
     }
 
@@ -369,12 +375,12 @@ def _problem(decision: Decision) -> str:
 def _tuning(decision: Decision, winner: Candidate) -> str:
     """The row of the nearest tuned problem, and where it comes from; or what decided without one."""
     estimate = f"the spec's estimate decided ({winner.cost:g}, smaller is better)"
-    found, device = winner.tuned, decision.system.device
-    if found is None or device is None:
+    tuned, device = winner.tuned, decision.system.device
+    if tuned is None or device is None:
         return f"no row for problems of this kind; {estimate}"
-    sizes = ", ".join(f"{name} {size:g}" for name, size in found.row.sizes.items() if size != 1)
-    origin = str(found.origin)
-    if found.tuning.arch != device.arch:
+    sizes = ", ".join(f"{name} {size:g}" for name, size in tuned.row.sizes.items() if size != 1)
+    origin = str(tuned.origin)
+    if tuned.tuning.arch != device.arch:
         origin += f"; another architecture's, as there is none for {device.arch}"
     there = _there(decision, winner)
     if winner.rule == "timing_model":

@@ -57,9 +57,9 @@ def altered(provider: Provider) -> list[Defect]:
     # Of this version: files that another version left behind did not install these.
     recorded = [
         file
-        for found in distributions.named(provider.name)
-        if found.version == provider.version
-        for file in Distribution.at(found.folder).files or ()
+        for distribution in distributions.named(provider.name)
+        if distribution.version == provider.version
+        for file in Distribution.at(distribution.folder).files or ()
     ]
     folder, defects = provider.folder.resolve(), []
     manifest, archives = folder / MANIFEST, folder / "archives"
@@ -77,10 +77,11 @@ def _altered(path: Path, recorded: str) -> str | None:
     """``recorded`` is in base64 without padding, as in a wheel's RECORD."""
     expected = urlsafe_b64decode(recorded + "=" * (-len(recorded) % 4)).hex()
     try:
-        found = digest(path.read_bytes())
+        sha256 = digest(path.read_bytes())
     except OSError as error:
         return error.strerror or str(error)
-    return None if found == expected else f"SHA-256 is {found}, the installed file's was {expected}"
+    wrong = f"SHA-256 is {sha256}, the installed file's was {expected}"
+    return None if sha256 == expected else wrong
 
 
 # --- Binaries ---------------------------------------------------------------------------------
@@ -105,8 +106,8 @@ def _reasons(
     read: Callable[[Binary], bytes],
     attestation: Attestation | None,
 ) -> Iterator[str]:
-    made, arch = binary.target, archive.arch
-    if (made.capability, made.is_ptx) != (arch.capability, arch.is_ptx):
+    target, arch = binary.target, archive.arch
+    if (target.capability, target.is_ptx) != (arch.capability, arch.is_ptx):
         yield f"is not for the archive's architecture, {arch}"
     if reason := origin(binary):
         yield reason
@@ -234,8 +235,8 @@ def rebuild(rows: Iterable[Row], workers: int) -> Iterator[Comparison]:
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_leave_interrupts)
     try:
         outcomes = pool.map(_again, [binary for _, binary in comparable])
-        for (archive, binary), (made, seconds) in zip(comparable, outcomes, strict=True):
-            reason = _difference(binary, made)
+        for (archive, binary), (rebuilt, seconds) in zip(comparable, outcomes, strict=True):
+            reason = _difference(binary, rebuilt)
             outcome: Literal["identical", "different"] = "different" if reason else "identical"
             yield Comparison(archive, binary, outcome, reason, seconds)
     finally:
@@ -284,26 +285,26 @@ def _leave_interrupts() -> None:
 def _again(binary: Binary) -> tuple[Binary | str, float]:
     """The binary compiled here, or why there is none, and the seconds that it took."""
     started = time.perf_counter()
-    made: Binary | str
+    rebuilt: Binary | str
     try:
-        made, _ = compile_variant(binary.variant, binary.target)
+        rebuilt, _ = compile_variant(binary.variant, binary.target)
     except jit.CompileError as error:
-        made = f"does not compile here: {error}"
-    return made, time.perf_counter() - started
+        rebuilt = f"does not compile here: {error}"
+    return rebuilt, time.perf_counter() - started
 
 
-def _difference(binary: Binary, made: Binary | str) -> str:
+def _difference(binary: Binary, rebuilt: Binary | str) -> str:
     """How the binary that was compiled here differs; empty if it does not."""
-    if isinstance(made, str):
-        return made
-    if made.sha256 != binary.sha256:
+    if isinstance(rebuilt, str):
+        return rebuilt
+    if rebuilt.sha256 != binary.sha256:
         return (
-            f"compiled here has SHA-256 {made.sha256} ({made.size} bytes), "
+            f"compiled here has SHA-256 {rebuilt.sha256} ({rebuilt.size} bytes), "
             f"installed {binary.sha256} ({binary.size} bytes)"
         )
     others = [
-        f"{field.name} is {getattr(made, field.name)}, installed {getattr(binary, field.name)}"
+        f"{field.name} is {getattr(rebuilt, field.name)}, installed {getattr(binary, field.name)}"
         for field in fields(Binary)
-        if getattr(made, field.name) != getattr(binary, field.name)
+        if getattr(rebuilt, field.name) != getattr(binary, field.name)
     ]
     return f"compiled here to the same bytes, but {'; '.join(others)}" if others else ""

@@ -263,12 +263,12 @@ def checked(
 ) -> Candidate | Rejected:
     """The candidate with all that is known of it, or why it cannot or may not solve the problem here."""
     try:
-        found = _filled(system, problem, candidate)
+        filled = _filled(system, problem, candidate)
     except ArchiveError as error:
         return Rejected(candidate.subject, str(error), damaged=True)
-    if isinstance(found, str):
-        return Rejected(candidate.subject, found)
-    return admitted(system, found, lowest)
+    if isinstance(filled, str):
+        return Rejected(candidate.subject, filled)
+    return admitted(system, filled, lowest)
 
 
 def admitted(system: System, candidate: Candidate, lowest: Tier) -> Candidate | Rejected:

@@ -65,8 +65,8 @@ class TuningMatch:
         in the row, scaled to the problem; None if the row does not name it."""
         if self.rule(kernel, text) == "timing_model":
             return self.estimate(kernel, text)
-        found = self.row.times.get(kernel.label_in(text))
-        return found and found * (self.scale(kernel, text) if self.distance else 1)
+        measured = self.row.times.get(kernel.label_in(text))
+        return measured and measured * (self.scale(kernel, text) if self.distance else 1)
 
     def rule(self, kernel: Kernel, text: str) -> Rule:
         """What ``ms`` goes by, if the row names the variant."""
@@ -117,13 +117,13 @@ def nearest_row(
     """
     # Archives hold one GPU's rows in different selections, each for the variants that are in it.
     closest = sorted(
-        archives, key=lambda each: (each.arch.capability != device.capability, each.arch.is_ptx)
+        archives, key=lambda a: (a.arch.capability != device.capability, a.arch.is_ptx)
     )
     every = _tunings(local, closest, spec, kernel) if kernel.tunable.shape else ()
-    tunings = [each for each in every if each[0].serves(device.name)]
+    tunings = [pair for pair in every if pair[0].serves(device.name)]
     if kernel.tunable.shape is None or not tunings:
         return None
-    shape, found = kernel.tunable.shape(problem), []
+    shape, matches = kernel.tunable.shape(problem), []
     for tuning, is_local in tunings:
         with suppress(ValueError):  # it is intact, and yet not right: whoever wrote it is not here
             nearest = tuning.nearest(shape)
@@ -131,13 +131,13 @@ def nearest_row(
                 distance, row = nearest
                 own = tuning.capability == device.capability
                 count = device.sm_count if own and tuning.model else None
-                found.append(TuningMatch(tuning, row, distance, is_local, shape, count))
+                matches.append(TuningMatch(tuning, row, distance, is_local, shape, count))
 
-    def preference(each: TuningMatch) -> tuple[tuple[bool, bool, int], float, bool]:
-        general = not (each.local or each.tuning.exclusive)
-        return arch_distance(each.tuning, device.capability), each.distance, general
+    def preference(match: TuningMatch) -> tuple[tuple[bool, bool, int], float, bool]:
+        general = not (match.local or match.tuning.exclusive)
+        return arch_distance(match.tuning, device.capability), match.distance, general
 
-    return min(found, key=preference, default=None)
+    return min(matches, key=preference, default=None)
 
 
 def timing_model(
@@ -147,12 +147,12 @@ def timing_model(
     are as for ``nearest_row``."""
     if kernel.tunable.shape is None:
         return None
-    found = [
+    fitting = [
         tuning
         for tuning, _ in _tunings(None, archives, spec, kernel)
         if tuning.model and tuning.capability == device.capability and tuning.serves(device.name)
     ]
-    best = min(found, key=lambda tuning: not tuning.exclusive, default=None)
+    best = min(fitting, key=lambda tuning: not tuning.exclusive, default=None)
     return None if best is None else best.model
 
 

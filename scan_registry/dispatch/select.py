@@ -102,9 +102,11 @@ class Decision:
         """The winner; ``NoKernelError`` says what was requested, what there is and what to do."""
         if self.winner is not None:
             return self.winner
+        device = self.system.device
+        where = f"{device.name} ({device.arch})" if device else "the CPU"
         reasons = dict.fromkeys(f"  {r.subject}: {r.reason}" for r in self.rejected)
         raise NoKernelError(
-            f"nothing runs {self.problem.kernel} on {_where(self.system.device)}:\n"
+            f"nothing runs {self.problem.kernel} on {where}:\n"
             + "\n".join(reasons)
             + f"\n{advice(self)}"
         )
@@ -125,20 +127,20 @@ def select(
 
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
-    found, damaged = list[Candidate](), list[Rejected]()
+    accepted, damaged = list[Candidate](), list[Rejected]()
     languages = family.languages(problem)
     for language in languages:
         if backend in ("auto", language):
             # Languages come in order of preference. Once one has a candidate, what the JIT would compile in a later
             # language cannot win, so it is not listed. Once that candidate is EXACT, nothing in a later language can.
-            there = [*candidates(system, family, problem, language, installed=bool(found))]
+            there = [*candidates(system, family, problem, language, installed=bool(accepted))]
             best = _best(system, problem, there, lowest, damaged)
-            found += [best] if best else []
+            accepted += [best] if best else []
             if best and best.tier == Tier.EXACT:
                 break
     reference = _reference(system, backend, lowest)
-    found += [reference] if isinstance(reference, Candidate) else []
-    winner = min(found, key=lambda each: each.order_among(languages), default=None)
+    accepted += [reference] if isinstance(reference, Candidate) else []
+    winner = min(accepted, key=lambda candidate: candidate.order_among(languages), default=None)
     return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
 
 
@@ -155,22 +157,20 @@ def _best(
     of the same rank are all checked, and the one with the least cost wins: checking computes the spec's cost.
     Damaged archives and binaries that are found are added to ``damaged``.
     """
-    damaged += [each for each in there if isinstance(each, Rejected) and each.damaged]
-    ranked = sorted(
-        (each for each in there if isinstance(each, Candidate)), key=lambda each: each.order
-    )
-    for (*_, untimed, _), equals in groupby(ranked, key=lambda each: each.order):
+    damaged += [outcome for outcome in there if isinstance(outcome, Rejected) and outcome.damaged]
+    ranked = sorted((c for c in there if isinstance(c, Candidate)), key=lambda c: c.order)
+    for (*_, untimed, _), equals in groupby(ranked, key=lambda candidate: candidate.order):
         passing = []
         for candidate in equals:
-            found = checked(system, problem, candidate, lowest)
-            if isinstance(found, Candidate):
-                passing.append(found)
+            verdict = checked(system, problem, candidate, lowest)
+            if isinstance(verdict, Candidate):
+                passing.append(verdict)
                 if not untimed:
                     break
-            elif found.damaged:
-                damaged.append(found)
+            elif verdict.damaged:
+                damaged.append(verdict)
         if passing:
-            return min(passing, key=lambda each: each.order)
+            return min(passing, key=lambda candidate: candidate.order)
     return None
 
 
@@ -190,22 +190,22 @@ def _losers(decision: Decision) -> tuple[list[Rejected], list[Rejected]]:
     languages = decision.family.languages(problem)
     for language in languages:
         requested = decision.backend in ("auto", language)
-        for each in candidates(system, decision.family, problem, language, all_dtypes=True):
-            if isinstance(each, Rejected):
-                if each not in whole:
-                    whole[each] = None
-                    outcomes.append(each)
+        for candidate in candidates(system, decision.family, problem, language, all_dtypes=True):
+            if isinstance(candidate, Rejected):
+                if candidate not in whole:
+                    whole[candidate] = None
+                    outcomes.append(candidate)
             elif requested:
-                outcomes.append(checked(system, problem, each, decision.lowest))
+                outcomes.append(checked(system, problem, candidate, decision.lowest))
             else:
-                outcomes.append(Rejected(each.subject, not_requested(decision.backend)))
+                outcomes.append(Rejected(candidate.subject, not_requested(decision.backend)))
     for outcome in (*outcomes, _reference(system, decision.backend, decision.lowest)):
         if isinstance(outcome, Rejected):
             unfit.append(outcome)
         elif winner is None or (outcome.key, outcome.binary) != (winner.key, winner.binary):
             outranked.append(outcome)
-    outranked.sort(key=lambda each: each.order_among(languages))
-    return unfit, [Rejected(each.subject, _outranked(each, winner)) for each in outranked if winner]
+    outranked.sort(key=lambda candidate: candidate.order_among(languages))
+    return unfit, [Rejected(c.subject, _outranked(c, winner)) for c in outranked if winner]
 
 
 # --- Words ------------------------------------------------------------------------------------
@@ -230,12 +230,8 @@ def _less_liked(loser: Candidate, winner: Candidate) -> str:
         return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
     if loser.ms is None:
         return "the nearest tuned problem's row names the winner, and not this"
-    found = "the timing model estimates" if winner.rule == "timing_model" else "tuning found"
-    return f"{found} the winner faster ({winner.ms:g} ms against {loser.ms:g})"
-
-
-def _where(device: Device | None) -> str:
-    return f"{device.name} ({device.arch})" if device else "the CPU"
+    source = "the timing model estimates" if winner.rule == "timing_model" else "tuning found"
+    return f"{source} the winner faster ({winner.ms:g} ms against {loser.ms:g})"
 
 
 def advice(decision: Decision) -> str:
@@ -259,28 +255,26 @@ def remedies(decision: Decision) -> Iterator[str]:
     if later.winner and later.winner.tier < tier:
         needed = dotted(_driver_of(later.winner, system))
         yield f"update the GPU's driver to one that supports CUDA {needed}"
-    if decision.backend != "reference":
-        there = _targets(decision, device)
-        own, ptx = Target(device.capability), _PTX
-        wanted = []
-        if (
-            can_be_built(own)
-            and not any(t.capability == own.capability and not t.is_ptx for t in there)
-            and holds(own, decision.family, decision.problem, decision.backend)
-        ):
-            wanted.append(f"built for {own.label}")
-        if (
-            (decision.lowest >= Tier.PTX and tier > Tier.PTX)
-            and not any(t.is_ptx for t in there)
-            and holds(ptx, decision.family, decision.problem, decision.backend)
-        ):
-            wanted.append(f"with PTX ({ptx.label})")
-        if wanted:
-            yield f"install a scan-registry wheel {' or '.join(wanted)}"
+    if wheels := [*_helpful_wheels(decision, device, tier)]:
+        yield f"install a scan-registry wheel {' or '.join(wheels)}"
     if decision.winner is None:
         allowed = select(system, decision.family, decision.problem, decision.backend).winner
         if allowed is not None:
             yield f"allow tier {allowed.tier}"
+
+
+def _helpful_wheels(decision: Decision, device: Device, tier: int) -> Iterator[str]:
+    """Which wheels hold the kernel for the device at a better tier than ``tier``."""
+    if decision.backend == "reference":
+        return
+    there = _targets(decision, device)
+    own, call = Target(device.capability), (decision.family, decision.problem, decision.backend)
+    has_own = any(t.capability == own.capability and not t.is_ptx for t in there)
+    if can_be_built(own) and not has_own and holds(own, *call):
+        yield f"built for {own.label}"
+    allows_ptx = decision.lowest >= Tier.PTX and tier > Tier.PTX
+    if allows_ptx and not any(t.is_ptx for t in there) and holds(_PTX, *call):
+        yield f"with PTX ({_PTX.label})"
 
 
 def _driver_of(winner: Candidate, system: System) -> CudaVersion:
@@ -297,14 +291,14 @@ def _driver_of(winner: Candidate, system: System) -> CudaVersion:
 def _targets(decision: Decision, device: Device) -> set[Target]:
     """The architectures that the device runs and for which intact archives hold binaries of the
     kernel, in the language that was asked for."""
-    found = set()
+    targets = set()
     for archive in decision.system.every_archive:
         try:
             if archive.arch.misfit(device.capability) is not None:
                 continue
-            held = archive.of(decision.family.name, decision.problem.kernel)
+            entries = archive.of(decision.family.name, decision.problem.kernel)
         except ArchiveError:
             continue  # the damage is among the decision's reasons already
-        if any(decision.backend in ("auto", entry.language) for entry in held):
-            found.add(archive.arch)
-    return found
+        if any(decision.backend in ("auto", entry.language) for entry in entries):
+            targets.add(archive.arch)
+    return targets

@@ -20,8 +20,8 @@ def can_be_built(target: Target) -> bool:
 def targets_of(device: Device) -> Iterator[Target]:
     """The architectures of wheels that the device runs: released ones, the closest first and PTX last, and its own, if wheels can
     be built for that."""
-    fitting = [each for each in map(Target.parse, RELEASED) if not each.misfit(device.capability)]
-    yield from sorted(fitting, key=lambda each: (each.is_ptx, -each.number))
+    fitting = [t for t in map(Target.parse, RELEASED) if not t.misfit(device.capability)]
+    yield from sorted(fitting, key=lambda target: (target.is_ptx, -target.number))
     own = Target(device.capability)
     if own not in fitting and can_be_built(own):
         yield own

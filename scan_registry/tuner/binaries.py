@@ -25,19 +25,19 @@ def obtain(device: Device, archives: Iterable[Archive], variant: Variant) -> Obt
     """The binary and its bytes; ``CompileError`` says why there is none that may be used. A variant that spills
     registers, and may not by its spec, is refused, as no wheel would hold it.
     """
-    found = _installed(device, archives, variant)
-    return _checked(device, variant, found or _compiled(variant, _target(device, variant)))
+    obtained = _installed(device, archives, variant)
+    return _checked(device, variant, obtained or _compiled(variant, _target(device, variant)))
 
 
-def _checked(device: Device, variant: Variant, found: Obtained) -> Obtained:
+def _checked(device: Device, variant: Variant, obtained: Obtained) -> Obtained:
     """``CompileError`` if no wheel would hold it, or it does not fit the device."""
-    binary, _ = found
+    binary, _ = obtained
     allowed = family(variant.family).kernel(variant.kernel, variant.language).code.may_spill
     if binary.spill_bytes and variant not in allowed:
         raise CompileError(f"it spills {binary.spill_bytes} bytes per thread")
     if reason := misfit(binary, device):
         raise CompileError(reason)
-    return found
+    return obtained
 
 
 def _installed(device: Device, archives: Iterable[Archive], variant: Variant) -> Obtained | None:
@@ -82,22 +82,22 @@ def obtain_all(
     """The binaries of many variants, or the reason why there is none. What has to be compiled is
     compiled side by side, by processes of their own that stay for the next call; the JIT's cache keeps
     it."""
-    held, wanted = tuple(archives), list(dict.fromkeys(variants))
-    found: dict[Variant, Obtained | str] = {}
+    sources, wanted = tuple(archives), list(dict.fromkeys(variants))
+    obtained: dict[Variant, Obtained | str] = {}
     targets: dict[Variant, Target] = {}
     for variant in wanted:
-        installed = _installed(device, held, variant)
+        installed = _installed(device, sources, variant)
         try:
             if installed is None:
                 targets[variant] = _target(device, variant)
             else:
-                found[variant] = installed
+                obtained[variant] = installed
         except CompileError as error:
-            found[variant] = str(error)
+            obtained[variant] = str(error)
     if targets:
         outcomes = _pool().map(_compiled_or_reason, targets.keys(), targets.values())
-        found |= dict(zip(targets, outcomes, strict=True))
-    return {variant: _or_reason(device, variant, found[variant]) for variant in wanted}
+        obtained |= dict(zip(targets, outcomes, strict=True))
+    return {variant: _or_reason(device, variant, obtained[variant]) for variant in wanted}
 
 
 def _compiled_or_reason(variant: Variant, target: Target) -> Obtained | str:
@@ -108,11 +108,11 @@ def _compiled_or_reason(variant: Variant, target: Target) -> Obtained | str:
         return str(error)
 
 
-def _or_reason(device: Device, variant: Variant, found: Obtained | str) -> Obtained | str:
-    if isinstance(found, str):
-        return found
+def _or_reason(device: Device, variant: Variant, obtained: Obtained | str) -> Obtained | str:
+    if isinstance(obtained, str):
+        return obtained
     try:
-        return _checked(device, variant, found)
+        return _checked(device, variant, obtained)
     except CompileError as error:
         return str(error)
 

@@ -68,8 +68,8 @@ class TuningResult:
     @property
     def shipped_ms(self) -> float | None:
         """The time of what would have run untuned; None if that was not timed."""
-        found = self.measured.timings.get(self.shipped or "")
-        return None if found is None else found.ms
+        timing = self.measured.timings.get(self.shipped or "")
+        return None if timing is None else timing.ms
 
     @property
     def regret(self) -> float | None:
@@ -124,20 +124,20 @@ class Tuner:
         problems. An interruption (Ctrl-C), or a GPU that fails, ends it as the end of the budget does: what
         has been measured stays."""
         groups: dict[tuple[str, str], list[Posed]] = {}
-        for each in problems:
-            groups.setdefault(each.place, []).append(each)
-        waiting = [each for group in groups.values() for each in group]
+        for posed in problems:
+            groups.setdefault(posed.place, []).append(posed)
+        waiting = [posed for group in groups.values() for posed in group]
         started = self.clock()
         try:
             for group in groups.values():
                 if self._late(started):
                     break
                 self._compile(group)
-                for each in group:
+                for posed in group:
                     if self._late(started):
                         break
-                    self._measure(each)
-                    waiting.remove(each)
+                    self._measure(posed)
+                    waiting.remove(posed)
                     self.done()
                 self.keep()
         except KeyboardInterrupt:
@@ -152,10 +152,10 @@ class Tuner:
         """Those of all variants with these labels, by how their kernel's variants begin: of one label
         there may be several, one for each value of what a problem decides."""
         wanted: list[Variant] = []
-        for kernel in {each.posed.kernel.head: each.posed.kernel for each in self.tuned}.values():
+        for kernel in {r.posed.kernel.head: r.posed.kernel for r in self.tuned}.values():
             named = set(labels.get(kernel.head, ()))
-            made = (v for v in kernel.every if kernel.rules.serves(v.statics, self._target))
-            wanted += [v for v in made if kernel.label(v) in named]
+            served = (v for v in kernel.every if kernel.rules.serves(v.statics, self._target))
+            wanted += [v for v in served if kernel.label(v) in named]
         self._obtain(wanted)
         return [self._binaries[variant] for variant in wanted if variant in self._binaries]
 
@@ -171,7 +171,7 @@ class Tuner:
 
     def _compile(self, group: Sequence[Posed]) -> None:
         head, kind = group[0].place
-        variants = dict.fromkeys(v for each in group for v in self._wanted(each))
+        variants = dict.fromkeys(v for posed in group for v in self._wanted(posed))
         started = self.clock()
         self._obtain(variants)
         ready = sum(variant in self._binaries for variant in variants)
@@ -180,11 +180,11 @@ class Tuner:
 
     def _obtain(self, variants: Iterable[Variant]) -> None:
         missing = [v for v in variants if v not in self._binaries and v not in self.refused]
-        for variant, found in obtain_all(self.device, self.archives, missing).items():
-            if isinstance(found, str):
-                self.refused[variant] = found
+        for variant, obtained in obtain_all(self.device, self.archives, missing).items():
+            if isinstance(obtained, str):
+                self.refused[variant] = obtained
             else:
-                self._binaries[variant] = found
+                self._binaries[variant] = obtained
 
     def _measure(self, posed: Posed) -> None:
         chosen = untuned(self.ordinal, posed)
@@ -202,9 +202,9 @@ class Tuner:
             self.tell(f"{posed}: nothing could be timed")
             return
         shape = posed.shape.unweighted()
-        found = Measured(posed.kernel.head, str(posed), shape, timings, self.run)
+        measured = Measured(posed.kernel.head, str(posed), shape, timings, self.run)
         shipped = None if chosen is None else posed.kernel.label(chosen)
-        self.tuned.append(TuningResult(posed, found, shipped))
+        self.tuned.append(TuningResult(posed, measured, shipped))
         self.tell(_words(self.tuned[-1]))
 
     def _timings(self, posed: Posed, chosen: Variant | None) -> dict[str, Timing]:
@@ -218,7 +218,7 @@ class Tuner:
             wanted.append(chosen)
         wanted.sort(key=lambda variant: variant != chosen)  # it sets the standard
         expected: dict[str, Tensor] | None = None
-        made: dict[str, list[Call]] = {}
+        prepared: dict[str, list[Call]] = {}
         first: dict[str, float] = {}
         for variant in wanted:
             try:
@@ -230,14 +230,14 @@ class Tuner:
                     self._distrust(variant, posed, reason)
                     continue
                 label = posed.kernel.label(variant)
-                made[label], first[label] = calls, once(calls[0], device)
+                prepared[label], first[label] = calls, once(calls[0], device)
             except (loader.UnfitError, DriverError) as error:
                 self.refused[variant] = f"{posed}: {str(error).splitlines()[0]}"
         shipped = None if chosen is None else posed.kernel.label(chosen)
         limit = FAR * min(first.values(), default=0.0) + LAUNCH_MS
         recordings = {
             label: record(calls, device, enough=_ENOUGH_MS)
-            for label, calls in made.items()
+            for label, calls in prepared.items()
             if first[label] <= limit or label == shipped
         }
         left = {label: _timing(ms, 0.0, 1) for label, ms in first.items()}
@@ -249,12 +249,12 @@ class Tuner:
         del self._binaries[variant]
         label = posed.kernel.label(variant)
         kept = []
-        for each in self.tuned:
-            timings = dict(each.measured.timings)
-            if each.posed.kernel is posed.kernel:
+        for result in self.tuned:
+            timings = dict(result.measured.timings)
+            if result.posed.kernel is posed.kernel:
                 timings.pop(label, None)
             if timings:
-                kept.append(replace(each, measured=replace(each.measured, timings=timings)))
+                kept.append(replace(result, measured=replace(result.measured, timings=timings)))
         self.tuned[:] = kept
 
     def _calls(
@@ -291,16 +291,16 @@ def untuned(ordinal: int, posed: Posed) -> Variant | None:
 
 def _race(recordings: Mapping[str, Recording], shipped: str | None) -> dict[str, Timing]:
     """Time all variants in few rounds, then those near the fastest, and the shipped one, in more."""
-    found = _times(recordings, COARSE)
-    if not found:
+    coarse = _times(recordings, COARSE)
+    if not coarse:
         return {}
-    limit = NEAR * min(each.ms for each in found.values())
+    limit = NEAR * min(timing.ms for timing in coarse.values())
     near = {
         label: recordings[label]
-        for label, each in found.items()
-        if each.ms <= limit or label == shipped
+        for label, timing in coarse.items()
+        if timing.ms <= limit or label == shipped
     }
-    return found | _times(near, FINE)
+    return coarse | _times(near, FINE)
 
 
 def _times(recordings: Mapping[str, Recording], how: Mapping[str, int]) -> dict[str, Timing]:
@@ -327,9 +327,9 @@ def _results(posed: Posed, call: Call, tensors: Mapping[str, Tensor | None]) -> 
 
 
 def _there(tensors: Mapping[str, Tensor | None], name: str) -> Tensor:
-    found = tensors[name]
-    assert found is not None
-    return found
+    tensor = tensors[name]
+    assert tensor is not None
+    return tensor
 
 
 def _difference(

@@ -25,31 +25,29 @@ def cases(shapes: Iterable[str] = (), dtypes: Iterable[str] = ()) -> list[Case]:
     A shape is a case without its dtype, such as ``time_last:8,1536,4096``.
     """
     shapes, dtypes = list(shapes), list(dtypes)
-    tuned = [each for each in operators().values() if each.tuned_shapes]
+    tuned = [operator for operator in operators().values() if operator.tuned_shapes]
     if not shapes:
         return [
-            each.benchmark.parse(_with_dtype(text, dtype))
-            for each in tuned
-            for text, dtype in product(each.tuned_shapes, dtypes or each.tuned_dtypes)
+            operator.benchmark.parse(_with_dtype(text, dtype))
+            for operator in tuned
+            for text, dtype in product(operator.tuned_shapes, dtypes or operator.tuned_dtypes)
         ]
     return [case for text in shapes for case in _cases(tuned, text, dtypes)]
 
 
 def usual_cases() -> list[Case]:
     """What is tuned unless something else is asked for, the most important first."""
-    others = [
-        each.benchmark.parse(text) for each in operators().values() for text in each.tuned_cases
-    ]
+    others = [op.benchmark.parse(text) for op in operators().values() for text in op.tuned_cases]
     return [*cases(), *others]
 
 
 def _cases(tuned: Sequence[Operator], text: str, dtypes: Sequence[str]) -> list[Case]:
     """Of the operator that knows the shape."""
     mistakes = []
-    for each in tuned:
-        texts = [_with_dtype(text, dtype) for dtype in dtypes or each.tuned_dtypes]
+    for operator in tuned:
+        texts = [_with_dtype(text, dtype) for dtype in dtypes or operator.tuned_dtypes]
         try:
-            return [each.benchmark.parse(text) for text in texts]
+            return [operator.benchmark.parse(text) for text in texts]
         except ValueError as error:
             mistakes.append(str(error))
     raise ValueError("; or ".join(mistakes))
@@ -82,8 +80,8 @@ class Posed:
     def variants(self, target: Target) -> tuple[Variant, ...]:
         """Those of a target that are worth a try, or where none is, all that accept the problem."""
         kernel = self.kernel
-        made = (v for v in kernel.every if kernel.rules.serves(v.statics, target))
-        taken = [v for v in made if kernel.rules.accepts(v, self.problem) is None]
+        served = (v for v in kernel.every if kernel.rules.serves(v.statics, target))
+        taken = [v for v in served if kernel.rules.accepts(v, self.problem) is None]
         worthy = [v for v in taken if self.kernel.tunable.worth(v, self.problem)]
         return tuple(worthy or taken)
 
@@ -107,7 +105,7 @@ def posed(
     for case, direction in product(cases, passes):
         problems, group = operator_of(case).posed(case, direction), family(case.family)
         for kernel in group.kernels:
-            requested = [each for each in problems if each.kernel == kernel.name]
+            requested = [problem for problem in problems if problem.kernel == kernel.name]
             if not requested or kernel.tunable.shape is None or kernel.language not in languages:
                 continue
             problem = _first_solved(kernel, requested)

@@ -27,17 +27,17 @@ _CLOCKS = {
 
 def run_here(ordinal: int, device: Device) -> Run:
     """Where and when this is: the GPU, and what the driver's tool tells of it, if it is installed."""
-    told = _queried(ordinal, ["driver_version", *_CLOCKS.values()])
+    info = _queried(ordinal, ["driver_version", *_CLOCKS.values()])
     clocks = {
-        name: int(float(told[query])) for name, query in _CLOCKS.items() if _number(told.get(query))
+        name: int(float(info[query])) for name, query in _CLOCKS.items() if _number(info.get(query))
     }
     compilers: dict[str, str] = {
-        language: found if isinstance(found, str) else found.identity
-        for language, found in jit.toolchains().items()
+        language: toolchain if isinstance(toolchain, str) else toolchain.identity
+        for language, toolchain in jit.toolchains().items()
     }
     return Run(
         gpu=device.name,
-        driver=told.get("driver_version", "for CUDA {}.{}".format(*device.driver)),
+        driver=info.get("driver_version", "for CUDA {}.{}".format(*device.driver)),
         clocks=clocks,
         toolchain=compilers,
         version=__version__,
@@ -82,7 +82,7 @@ class Regret:
 
 def regret(tuned: Iterable[TuningResult]) -> Regret | None:
     """Over the problems on which what would run untuned was timed; None if there are none."""
-    ratios = [each.regret for each in tuned if each.regret is not None]
+    ratios = [result.regret for result in tuned if result.regret is not None]
     if not ratios:
         return None
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -92,11 +92,11 @@ def regret(tuned: Iterable[TuningResult]) -> Regret | None:
 def tunings(device: Device, tuned: Iterable[TuningResult]) -> dict[str, Tuning]:
     """What selection needs of it, by how the kernels' variants begin."""
     families: dict[str, Table] = {}
-    for each in tuned:
-        name = each.posed.family.name
+    for result in tuned:
+        name = result.posed.family.name
         table = families.setdefault(name, Table(name, device.arch))
-        families[name] = table.with_newer([each.measured])
-    return {head: found for table in families.values() for head, found in table.tunings().items()}
+        families[name] = table.with_newer([result.measured])
+    return {head: tuning for table in families.values() for head, tuning in table.tunings().items()}
 
 
 def document(tuner: Tuner, saved: str | None) -> dict[str, Any]:
@@ -107,25 +107,25 @@ def document(tuner: Tuner, saved: str | None) -> dict[str, Any]:
         "arch": tuner.device.arch,
         "run": asdict(tuner.run),
         "saved": saved,
-        "problems": [_problem(each) for each in tuner.tuned],
+        "problems": [_problem(result) for result in tuner.tuned],
         "regret": asdict(total) if total else None,
-        "left_out": [f"{each.kernel.head} {each}" for each in tuner.left_out],
+        "left_out": [f"{posed.kernel.head} {posed}" for posed in tuner.left_out],
         "refused": [
             {"variant": str(variant), "reason": reason} for variant, reason in tuner.refused.items()
         ],
     }
 
 
-def _problem(each: TuningResult) -> dict[str, Any]:
+def _problem(result: TuningResult) -> dict[str, Any]:
     return {
-        "kernel": each.posed.kernel.head,
-        "problem": each.measured.problem,
-        "kind": each.posed.shape.kind,
-        "sizes": dict(each.posed.shape.sizes),
-        "best": each.best,
-        "best_ms": each.best_ms,
-        "shipped": each.shipped,
-        "shipped_ms": each.shipped_ms,
-        "regret": each.regret,
-        "timings": {label: timing._asdict() for label, timing in each.measured.timings.items()},
+        "kernel": result.posed.kernel.head,
+        "problem": result.measured.problem,
+        "kind": result.posed.shape.kind,
+        "sizes": dict(result.posed.shape.sizes),
+        "best": result.best,
+        "best_ms": result.best_ms,
+        "shipped": result.shipped,
+        "shipped_ms": result.shipped_ms,
+        "regret": result.regret,
+        "timings": {label: timing._asdict() for label, timing in result.measured.timings.items()},
     }
