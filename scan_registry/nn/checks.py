@@ -137,11 +137,11 @@ def _check_packing(module: Recurrent[Any], packed: PackedSequence) -> None:
             f"{name}: Expected input.batch_sizes to be 1D and not to rise, with numbers above 0 whose sum is "
             f"input.data.size(0), {steps}, got {counts}"
         )
-    given, own = packed.sorted_indices, packed.unsorted_indices
-    if own is None or not are_checked(own):
+    sorted_indices, unsorted_indices = packed.sorted_indices, packed.unsorted_indices
+    if unsorted_indices is None or not are_checked(unsorted_indices):
         return
-    every, places = [*range(counts[0])], own.tolist()
-    order = every if given is None else given.tolist()
+    every, places = [*range(counts[0])], unsorted_indices.tolist()
+    order = every if sorted_indices is None else sorted_indices.tolist()
     if sorted(places) != every or len(order) != counts[0] or [order[n] for n in places] != every:
         raise RuntimeError(
             f"{name}: Expected input.sorted_indices and input.unsorted_indices to be orders of {counts[0]} sequences, "
@@ -187,18 +187,18 @@ def states_of(
     rows = module.num_layers * (2 if module.bidirectional else 1)
     lead = (rows,) if batch is None else (rows, batch)
     if len(states) == 1:
-        given, names = [hx], [called]
+        tensors, names = [hx], [called]
         expected = "a Tensor"
     else:
-        given = [*hx] if isinstance(hx, (tuple, list)) else [hx]
+        tensors = [*hx] if isinstance(hx, (tuple, list)) else [hx]
         names = [f"{called}[{k}] ({state})" for k, state in enumerate(states)]
         expected = f"a tuple of {len(states)} Tensors, ({', '.join(states)})"
-    if len(given) != len(states) or not all(isinstance(state, Tensor) for state in given):
+    if len(tensors) != len(states) or not all(isinstance(state, Tensor) for state in tensors):
         raise TypeError(f"{name}: Expected {called} to be {expected}, got {_kind(hx)}")
-    for k, (what, state) in enumerate(zip(names, given, strict=True)):
+    for k, (what, state) in enumerate(zip(names, tensors, strict=True)):
         units = module.proj_size if module.proj_size and k == 0 else module.hidden_size
         _check_state(name, what, state, (*lead, units), x)
-    return given
+    return tensors
 
 
 def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: Tensor) -> None:
@@ -225,6 +225,6 @@ def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: 
 def _kind(hx: Any) -> str:
     if isinstance(hx, (tuple, list)):
         return (
-            f"{type(hx).__name__} of {', '.join(type(each).__name__ for each in hx) or 'nothing'}"
+            f"{type(hx).__name__} of {', '.join(type(item).__name__ for item in hx) or 'nothing'}"
         )
     return type(hx).__name__

@@ -39,10 +39,10 @@ class GatedNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Of the shape and the dtype of ``x``."""
         values = wide(x)
-        found = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
+        normalised = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + self.eps)
         if self.weight is not None:
-            found = found * self.weight.to(found.dtype)
-        return (found * silu(gate.to(found.dtype))).to(x.dtype)
+            normalised = normalised * self.weight.to(normalised.dtype)
+        return (normalised * silu(gate.to(normalised.dtype))).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"eps={self.eps}"
@@ -191,8 +191,8 @@ class HGRN(ScanLayer):
     def _sequence(
         self, x: Tensor, how: dict[str, Any], lower_bound: Tensor | float | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        found: Any = hgrn(self.i_proj(x), self.f_proj(x), lower_bound, **how)
-        return map_states(found, lambda states: self._output(states, x))
+        results: Any = hgrn(self.i_proj(x), self.f_proj(x), lower_bound, **how)
+        return map_states(results, lambda states: self._output(states, x))
 
     def _next(
         self,
@@ -208,8 +208,8 @@ class HGRN(ScanLayer):
         return self._output(state.to(i.dtype), x), state
 
     def _output(self, states: Tensor, x: Tensor) -> Tensor:
-        found: Tensor = self.o_proj(self.g_norm(states, self.g_proj(x)))
-        return found
+        output: Tensor = self.o_proj(self.g_norm(states, self.g_proj(x)))
+        return output
 
     def extra_repr(self) -> str:
         """The sizes, and what else is not the default."""

@@ -137,12 +137,12 @@ class ScanLayer(Exports):
         }
         if reset is not None:
             how["reset"] = reset
-        found = self._sequence(x, how, **more)
+        results = self._sequence(x, how, **more)
         if self.batch_first:
-            return found
-        if isinstance(found, tuple):
-            return found[0].transpose(0, 1), found[1]
-        return found.transpose(0, 1)
+            return results
+        if isinstance(results, tuple):
+            return results[0].transpose(0, 1), results[1]
+        return results.transpose(0, 1)
 
     def step(
         self, x: Tensor, state: Tensor | None = None, *, reset: Tensor | None = None
@@ -186,12 +186,12 @@ def wide(x: Tensor) -> Tensor:
 
 
 def map_states(
-    found: Tensor | tuple[Tensor, Tensor], output: Any
+    results: Tensor | tuple[Tensor, Tensor], output: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``output`` of the states that a scan returned; a final state beside them stays as it is."""
-    if isinstance(found, tuple):
-        return output(found[0]), found[1]
-    return output(found)  # type: ignore[no-any-return]
+    if isinstance(results, tuple):
+        return output(results[0]), results[1]
+    return output(results)  # type: ignore[no-any-return]
 
 
 def advance(gate: Tensor, token: Tensor, state: Tensor | None, reset: Tensor | None) -> Tensor:
@@ -212,7 +212,7 @@ def advance_gated(
     parameters: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """The state after one step of a gated scan, each input (batch, channels)."""
-    given = [wide(each) for each in inputs]
-    given += [each.to(given[0].dtype) for each in parameters]
+    gate_inputs = [wide(tensor) for tensor in inputs]
+    gate_inputs += [tensor.to(gate_inputs[0].dtype) for tensor in parameters]
     marks = None if reset is None else reset.unsqueeze(-1)
-    return advance(*KINDS[kind].gates(*given, reset=marks), state, reset)
+    return advance(*KINDS[kind].gates(*gate_inputs, reset=marks), state, reset)

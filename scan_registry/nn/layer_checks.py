@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.gated_scan.op.arguments import check_parameter
-from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype
+from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype, check_dtype_and_backend
 from scan_registry.ops.checks import refuse_layout
 
 if TYPE_CHECKING:
@@ -27,10 +26,7 @@ _DTYPES = ", ".join(map(str, DTYPES))
 def check_common(batch_first: Any, dtype: Any, backend: Any) -> None:
     """Refuse what all modules on scans refuse."""
     check_bools(batch_first=batch_first)
-    if dtype is not None and dtype not in DTYPES:
-        raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+    check_dtype_and_backend(dtype, backend)
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -42,24 +38,24 @@ def check_sizes(**sizes: Any) -> None:
             raise ValueError(f"{name} must be greater than zero")
 
 
-def check_bools(**given: Any) -> None:
+def check_bools(**flags: Any) -> None:
     """Refuse what is no bool."""
-    for name, value in given.items():
+    for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} should be of type bool, got: {value!r}")
 
 
-def check_positive(**given: Any) -> None:
+def check_positive(**values: Any) -> None:
     """Refuse what is no finite number above 0."""
-    for name, number in given.items():
+    for name, number in values.items():
         if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
             raise ValueError(f"{name} should be a number above 0, got: {number!r}")
 
 
-def check_choice(name: str, given: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse what is none of the choices."""
-    if given not in choices:
-        raise ValueError(f"{name} should be {' or '.join(map(repr, choices))}, got: {given!r}")
+    if value not in choices:
+        raise ValueError(f"{name} should be {' or '.join(map(repr, choices))}, got: {value!r}")
 
 
 def check_divides(name: str, parts: int, of: str, size: int) -> None:
@@ -68,9 +64,9 @@ def check_divides(name: str, parts: int, of: str, size: int) -> None:
         raise ValueError(f"{of} ({size}) must be divisible by {name} ({parts})")
 
 
-def check_absent(given: Mapping[str, tuple[Any, Any]]) -> None:
+def check_absent(arguments: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse arguments of public implementations that these modules have only one value of."""
-    for name, (value, only) in given.items():
+    for name, (value, only) in arguments.items():
         if value != only:
             raise ValueError(
                 f"{name} should be {only!r}, got: {value!r}; there is no kernel for it"

@@ -119,8 +119,8 @@ class LRU(ScanLayer):
 
     def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         tokens = self._tokens(x)
-        found: Any = linear_scan(self._decays().to(tokens.dtype), tokens, **how)
-        return map_states(found, lambda states: self._output(states, x))
+        results: Any = linear_scan(self._decays().to(tokens.dtype), tokens, **how)
+        return map_states(results, lambda states: self._output(states, x))
 
     def _next(self, x: Tensor, state: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         tokens = self._tokens(x)

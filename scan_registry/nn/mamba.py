@@ -249,10 +249,10 @@ class Mamba(Exports):
         Returns:
             Zeros, (batch_size, channels, d_conv) and (batch_size, channels, d_state).
         """
-        given, rows = self.parameters_dtype, (batch_size, self.d_inner)
-        wide = torch.float64 if given == torch.float64 else torch.float32
+        own_dtype, rows = self.parameters_dtype, (batch_size, self.d_inner)
+        wide = torch.float64 if own_dtype == torch.float64 else torch.float32
         device = self.A_log.device if device is None else device
-        conv = torch.zeros(*rows, self.d_conv, dtype=dtype or given, device=device)
+        conv = torch.zeros(*rows, self.d_conv, dtype=dtype or own_dtype, device=device)
         return conv, torch.zeros(*rows, self.d_state, dtype=dtype or wide, device=device)
 
     @property

@@ -88,8 +88,8 @@ def mix(
         inputs = x if earlier is None else torch.cat([earlier.to(x.dtype), x], -1)
         u = convolved(weights.conv, inputs, x.shape[2])
     rank, rows = weights.rank, _rows(weights)
-    found = projected(u.transpose(1, 2), weights, (weights.B is None) + (weights.C is None))
-    steps = found[..., :rank]
+    projections = projected(u.transpose(1, 2), weights, (weights.B is None) + (weights.C is None))
+    steps = projections[..., :rank]
     if isinstance(weights.dt_proj, Tensor) and u.stride(1) != 1:
         delta = torch.matmul(weights.dt_proj, steps.transpose(1, 2))
     else:
@@ -98,9 +98,9 @@ def mix(
         delta = rms_norm(delta, norms.dt, norms.eps)
     B, C = weights.B, weights.C
     if B is None:
-        B = _over_time(found[..., rank : rank + rows], weights.B_bias, weights.A)
+        B = _over_time(projections[..., rank : rank + rows], weights.B_bias, weights.A)
     if C is None:
-        C = _over_time(found[..., -rows:], weights.C_bias, weights.A)
+        C = _over_time(projections[..., -rows:], weights.C_bias, weights.A)
     if norms.B is not None:
         B = rms_norm(B, norms.B, norms.eps)
     if norms.C is not None:
@@ -122,13 +122,13 @@ def _rows(weights: Weights) -> int:
 def projected(u: Tensor, weights: Weights, taken: int) -> Tensor:
     """``x_proj`` of ``u`` (…, D): step sizes, and as ``taken`` says of B and C none, one or both. ``ValueError`` if a module
     returns another number of them; the checks of ``mamba_inner_fn`` are for its weights."""
-    found = mapped(u, weights.x_proj)
+    features = mapped(u, weights.x_proj)
     wanted = weights.rank + taken * _rows(weights)
-    if not isinstance(weights.x_proj, Tensor) and found.shape[-1] != wanted:
+    if not isinstance(weights.x_proj, Tensor) and features.shape[-1] != wanted:
         raise ValueError(
-            f"x_proj returned {found.shape[-1]} features; like the projection that it replaces it has to return {wanted}"
+            f"x_proj returned {features.shape[-1]} features; like the projection that it replaces it has to return {wanted}"
         )
-    return found
+    return features
 
 
 def mapped(x: Tensor, by: Map) -> Tensor:
@@ -138,13 +138,13 @@ def mapped(x: Tensor, by: Map) -> Tensor:
 
 def convolved(conv: Callable[[Tensor], Tensor], inputs: Tensor, steps: int) -> Tensor:
     """silu of what a convolution gives for the last ``steps`` of its inputs (batch, D, time)."""
-    found, time = conv(inputs), inputs.shape[2]
-    if found.shape[:2] != inputs.shape[:2] or found.shape[2] < time:
+    outputs, time = conv(inputs), inputs.shape[2]
+    if outputs.shape[:2] != inputs.shape[:2] or outputs.shape[2] < time:
         raise ValueError(
-            f"conv1d returned {tuple(found.shape)} for {tuple(inputs.shape)}; like the convolution that it replaces it "
+            f"conv1d returned {tuple(outputs.shape)} for {tuple(inputs.shape)}; like the convolution that it replaces it "
             "has to return as many channels, and an output for each step before those of its padding"
         )
-    return silu(found[..., time - steps : time]).to(inputs.dtype)
+    return silu(outputs[..., time - steps : time]).to(inputs.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -45,6 +45,11 @@ def check_constructor(
         )
     if dt_init not in ("random", "constant"):
         raise ValueError(f"dt_init should be 'random' or 'constant', got: {dt_init!r}")
+    check_dtype_and_backend(dtype, backend)
+
+
+def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
+    """Refuse a dtype of parameters and a backend that modules on scans do not have."""
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if backend not in BACKENDS:
@@ -133,10 +138,10 @@ def as_pair(module: Mamba, states: Any) -> tuple[Any, Any]:
     """The states, of which there must be two."""
     if isinstance(states, (tuple, list)) and len(states) == 2:
         return states[0], states[1]
-    given = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
+    got = f"{len(states)} of them" if isinstance(states, (tuple, list)) else type(states).__name__
     raise TypeError(
         f"{type(module).__name__}: Expected states to be (conv_state, ssm_state), as "
-        f"allocate_inference_cache makes them, got {given}"
+        f"allocate_inference_cache makes them, got {got}"
     )
 
 

@@ -38,13 +38,14 @@ class _Minimal(ScanLayer):
     def __init__(
         self,
         dim: int,
-        expansion_factor: float,
-        proj_out: bool | None,
-        activation: Activation,
-        batch_first: bool,
-        device: Device,
-        dtype: torch.dtype | None,
-        backend: Backend,
+        expansion_factor: float = 1.0,
+        proj_out: bool | None = None,
+        *,
+        activation: Activation = "positive",
+        batch_first: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
     ) -> None:
         check_sizes(dim=dim)
         check_positive(expansion_factor=expansion_factor)
@@ -147,10 +148,10 @@ class _Minimal(ScanLayer):
             initial_state = prev_hidden if cu_seqlens is not None else prev_hidden.squeeze(1)
         return_next_prev_hidden = as_bool("return_next_prev_hidden", return_next_prev_hidden)
         final = as_bool("return_final_state", return_final_state) or return_next_prev_hidden
-        found = self._run(x, initial_state, reset, reverse, cu_seqlens, final)
+        results = self._run(x, initial_state, reset, reverse, cu_seqlens, final)
         if return_next_prev_hidden and cu_seqlens is None:
-            return found[0], found[1].unsqueeze(1)
-        return found
+            return results[0], results[1].unsqueeze(1)
+        return results
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
         """What the scan takes, in its order: the projection has ``hidden`` first."""
@@ -200,22 +201,6 @@ class MinGRU(_Minimal):
 
     projection, kind, parts = "to_hidden_and_gate", "min_gru", 2
 
-    def __init__(
-        self,
-        dim: int,
-        expansion_factor: float = 1.0,
-        proj_out: bool | None = None,
-        *,
-        activation: Activation = "positive",
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__(
-            dim, expansion_factor, proj_out, activation, batch_first, device, dtype, backend
-        )
-
 
 class MinLSTM(_Minimal):
     """A minimal LSTM: Feng et al., "Were RNNs all we needed?" (2024).
@@ -241,19 +226,3 @@ class MinLSTM(_Minimal):
     """
 
     projection, kind, parts = "to_hidden_and_f_i_gate", "min_lstm", 3
-
-    def __init__(
-        self,
-        dim: int,
-        expansion_factor: float = 1.0,
-        proj_out: bool | None = None,
-        *,
-        activation: Activation = "positive",
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        backend: Backend = "auto",
-    ) -> None:
-        super().__init__(
-            dim, expansion_factor, proj_out, activation, batch_first, device, dtype, backend
-        )

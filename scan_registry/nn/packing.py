@@ -43,8 +43,8 @@ class Packing(NamedTuple):
         order = (sizes.cumsum(0) - sizes)[within] + sequence
         turned = begin + lengths[sequence] - 1 - within
         ends = within == lengths[sequence] - 1
-        made = order, order.argsort(), turned, ends
-        return cls(bounds, *(t.to(device) for t in made))
+        tensors = order, order.argsort(), turned, ends
+        return cls(bounds, *(t.to(device) for t in tensors))
 
 
 class Resets(NamedTuple):

@@ -81,18 +81,33 @@ def _layers(
     marks: Tensor | None,
     anew: States | None,
 ) -> tuple[Tensor, States]:
-    """What ``run`` does, step by step. Steps are laid out as packed data are: all first steps, then all second ones."""
-    turn, shape = sizes is None and module.batch_first, None
-    if sizes is None:
-        x = x.transpose(0, 1) if turn else x
-        shape = x.shape[:2]
-        rows = [int(shape[1])] * int(shape[0])
-        x = x.flatten(0, 1)
-        if marks is not None:
-            marks = (marks.transpose(0, 1) if turn else marks).flatten(0, 1)
-    else:
-        rows = sizes.tolist()
-    steps = None if marks is None else [*marks.split(rows)]
+    """What ``run`` does, step by step."""
+    if sizes is not None:
+        return _packed_layers(module, x, weights, states, sizes.tolist(), marks, anew)
+    time = int(module.batch_first)  # the dimension of time
+    x = x.transpose(0, time)
+    shape = x.shape[:2]
+    rows = [int(shape[1])] * int(shape[0])
+    if marks is not None:
+        marks = marks.transpose(0, time).flatten(0, 1)
+    h, last = _packed_layers(module, x.flatten(0, 1), weights, states, rows, marks, anew)
+    return h.unflatten(0, shape).transpose(0, time), last
+
+
+def _packed_layers(
+    module: Recurrent[Any],
+    x: Tensor,
+    weights: dict[str, Tensor],
+    states: States,
+    rows: list[int],
+    marks: Tensor | None,
+    anew: States | None,
+) -> tuple[Tensor, States]:
+    """Steps are laid out as packed data are: all first steps, then all second ones."""
+    resets: list[list[Tensor] | None] = [None, None]
+    if marks is not None:
+        steps = [*marks.split(rows)]
+        resets = [steps, _turned(steps) if module._directions > 1 else None]
     ends: list[tuple[Tensor, Tensor]] = []
     for layer in range(module.num_layers):
         if layer and module.dropout:
@@ -101,15 +116,15 @@ def _layers(
         for backwards, end in enumerate(("", "_reverse")[: module._directions]):
             own = [weights.get(f"{name}_l{layer}{end}") for name in _NAMES]
             k = len(ends)
-            start = states[0][k], states[1][k]
+            initial_state = states[0][k], states[1][k]
             again = None if anew is None else (anew[0][k], anew[1][k])
-            given = _turned(steps) if backwards and steps is not None else steps
-            out, last = _direction(x, rows, own, start, given, again, bool(backwards))
+            out, last = _direction(
+                *(x, rows, own, initial_state, resets[backwards], again, bool(backwards))
+            )
             outs.append(out)
             ends.append(last)
         x = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    x = x if shape is None else x.unflatten(0, shape)
-    return x.transpose(0, 1) if turn else x, [torch.stack(each) for each in zip(*ends, strict=True)]
+    return x, [torch.stack(state) for state in zip(*ends, strict=True)]
 
 
 _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -117,11 +132,11 @@ _NAMES = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 
 def _turned(marks: list[Tensor]) -> list[Tensor]:
     """Marks of a network that goes backwards, which starts anew at the step before each mark."""
-    found = []
+    turned = []
     for step, own in enumerate(marks, 1):
         after = marks[step] if step < len(marks) else own[:0]
-        found.append(torch.cat([after, own.new_zeros(own.shape[0] - after.shape[0])]))
-    return found
+        turned.append(torch.cat([after, own.new_zeros(own.shape[0] - after.shape[0])]))
+    return turned
 
 
 def _direction(
@@ -139,8 +154,8 @@ def _direction(
         bias = torch.sub(bias, other, alpha=-1)  # so that their gradients have memory of their own
     inputs = linear(x, of_inputs, bias)
 
-    def step(given: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-        i, f, g, o = (given + linear(h, of_h)).chunk(4, 1)
+    def step(inputs: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        i, f, g, o = (inputs + linear(h, of_h)).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         return linear(o.sigmoid() * c.tanh(), projection), c
 

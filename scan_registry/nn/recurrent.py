@@ -210,25 +210,25 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             if not plain or reset.shape != x.shape[:2]:
                 return None
             reset = (reset if first else reset.t()).contiguous()
-        found = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)
-        if found is None:
+        results = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)
+        if results is None:
             return None
-        out, last = found
+        out, last = results
         return out.transpose(0, 1) if first else out, as_given(last)
 
     def _packed(
         self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any
     ) -> tuple[Any, Any]:
         """The same of a ``PackedSequence``."""
-        x, given, own = packed.data, packed.sorted_indices, packed.unsorted_indices
+        x, order, inverse = packed.data, packed.sorted_indices, packed.unsorted_indices
         checks.check_input(self, x, packed=True)
         checks.check_packed_reset(self, reset, reset_hx, packed)
         batch = int(packed.batch_sizes[0])
         states = checks.states_of(self, hx, x, batch)
         anew = checks.states_of(self, reset_hx, x, batch, "reset_hx")
-        if given is not None:
+        if order is not None:
             states, anew = (
-                s if s is None else [state.index_select(1, given) for state in s]
+                s if s is None else [state.index_select(1, order) for state in s]
                 for s in (states, anew)
             )
         if self.proj_size:
@@ -238,9 +238,9 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             data, last = torch_cells.run(self, x, states, packed.batch_sizes)
         else:
             data, last = self._sequences(packed, states, reset, anew)
-        if own is not None:
-            last = [state.index_select(1, own) for state in last]
-        return PackedSequence(data, packed.batch_sizes, given, own), as_given(last)
+        if inverse is not None:
+            last = [state.index_select(1, inverse) for state in last]
+        return PackedSequence(data, packed.batch_sizes, order, inverse), as_given(last)
 
     def _sequences(
         self,
@@ -268,8 +268,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
                 "trace a module that holds it"
             )
         arguments = (input,) if hx is None else (input, hx)
-        given = {"reset": reset, "reset_hx": reset_hx}
-        keywords = {name: value for name, value in given.items() if value is not None}
+        resets = {"reset": reset, "reset_hx": reset_hx}
+        keywords = {name: value for name, value in resets.items() if value is not None}
         return input.tracer.create_proxy("call_module", path, arguments, keywords)
 
     @property
@@ -347,10 +347,10 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         dim = self.hidden_size // self.num_heads
         weights = [self._weights(f"l{layer}{end}") for end in ("", "_reverse")[: self._directions]]
         inputs = [
-            linear(_flipped(x, packing) if number else x, each.inputs).view(
+            linear(_flipped(x, packing) if number else x, weight.inputs).view(
                 time, batch, SIZES[self.function].inputs, self.num_heads, dim
             )
-            for number, each in enumerate(weights)
+            for number, weight in enumerate(weights)
         ]
         lead = (batch, 1) if packing is None else (1, packing.bounds.shape[0] - 1)
         initial = None if before is None else by_heads(before, lead, dim)
@@ -358,15 +358,15 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             every, last = self._heads(inputs, weights, initial, packing)
         else:
             anew = None if resets.states is None else by_heads(resets.states, lead, dim)
-            found = []
+            directions = []
             for k, marks in enumerate((resets.marks, resets.turned)[: self._directions]):
                 start, restart = (
                     t if t is None else t.narrow(3, k * self.num_heads, self.num_heads)
                     for t in (initial, anew)
                 )
                 own = [inputs[k]], [weights[k]]
-                found.append(self._heads(*own, start, packing, marks, restart))
-            every, last = (joined([*parts], 3) for parts in zip(*found, strict=True))
+                directions.append(self._heads(*own, start, packing, marks, restart))
+            every, last = (joined([*parts], 3) for parts in zip(*directions, strict=True))
         h = every[0].transpose(0, 1).unflatten(2, (self._directions, self.num_heads)).flatten(3)
         ends = last.flatten(1, 2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
         parts = [_flipped(h[:, :, k], packing) if k else h[:, :, k] for k in range(h.shape[2])]
@@ -384,8 +384,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         """One call of ``rnn``, of the heads of one direction or of both."""
         return rnn(
             joined(inputs, 3).transpose(0, 1),
-            joined([each.recurrent for each in weights], 1),
-            joined([each.bias for each in weights if each.bias is not None], 1)
+            joined([weight.recurrent for weight in weights], 1),
+            joined([weight.bias for weight in weights if weight.bias is not None], 1)
             if self.bias
             else None,
             initial,
@@ -404,8 +404,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         biases = None
         if self.bias:
             biases = [
-                getattr(self, f"bias_{each}_{place}").view(-1, self.num_heads, dim)
-                for each in ("ih", "hh")
+                getattr(self, f"bias_{source}_{place}").view(-1, self.num_heads, dim)
+                for source in ("ih", "hh")
             ]
         if self.function != "gru":
             return _Weights(of_inputs, recurrent, None if biases is None else _sum(*biases))
@@ -413,9 +413,9 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         recurrent = torch.cat([recurrent[2:], recurrent[:2]])
         if biases is None:
             return _Weights(of_inputs, recurrent, None)
-        given, own = biases
-        both = _sum(given[:2], own[:2])
-        return _Weights(of_inputs, recurrent, torch.cat([own[2:], both, given[2:]]))
+        of_input, of_state = biases
+        both = _sum(of_input[:2], of_state[:2])
+        return _Weights(of_inputs, recurrent, torch.cat([of_state[2:], both, of_input[2:]]))
 
 
 def _sum(one: Tensor, other: Tensor) -> Tensor:

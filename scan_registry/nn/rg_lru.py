@@ -111,8 +111,8 @@ class RGLRU(ScanLayer):
 
     def _sequence(self, x: Tensor, how: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
         scan: Any = rg_lru
-        found: Tensor | tuple[Tensor, Tensor] = scan(*self._gates(x), self.recurrent_param, **how)
-        return found
+        results: Tensor | tuple[Tensor, Tensor] = scan(*self._gates(x), self.recurrent_param, **how)
+        return results
 
     def _next(self, x: Tensor, state: Tensor | None, reset: Tensor | None) -> tuple[Tensor, Tensor]:
         state = advance_gated("rg_lru", self._gates(x), state, reset, (self.recurrent_param,))

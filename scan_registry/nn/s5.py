@@ -131,8 +131,8 @@ class S5SSM(nn.Module):
         """Re(C h) + D · x."""
         parts = self.C.chunk(len(states), dim=1)
         y: Tensor | float = 0
-        for part, each in zip(parts, states, strict=True):
-            y = y + from_complex(each, weight_from(part.real, part.imag), x)
+        for part, state in zip(parts, states, strict=True):
+            y = y + from_complex(state, weight_from(part.real, part.imag), x)
         assert isinstance(y, Tensor)
         return y + (self.D * x).to(y.dtype)
 
@@ -339,10 +339,10 @@ class S5(ScanLayer):
         ways = _both_ways(how) if self.bidir else [how]
 
         def scan(decays: Tensor, tokens: Tensor) -> tuple[list[Tensor], Tensor | None]:
-            found: list[Any] = [linear_scan(decays, tokens, **way) for way in ways]
+            results: list[Any] = [linear_scan(decays, tokens, **way) for way in ways]
             if not how["return_final_state"]:
-                return found, None
-            states, last = zip(*found, strict=True)
+                return results, None
+            states, last = zip(*results, strict=True)
             return [*states], torch.cat(last, -1)
 
         y, last = self.seq(x, scale, scan)
@@ -376,10 +376,10 @@ class S5(ScanLayer):
             after = advance(decays, tokens, state, reset)
             return [after], after
 
-        found: tuple[Tensor, Tensor] = self.seq(
+        results: tuple[Tensor, Tensor] = self.seq(
             x, self._scale(step_scale, [(x.shape[0],)], x), scan
         )
-        return found
+        return results
 
     def extra_repr(self) -> str:
         """The sizes, and what else is not the default."""

@@ -17,10 +17,10 @@ def batched(states: States | None, batch: int | None) -> States | None:
 
 def as_tensors(states: Any, count: int) -> tuple[Tensor, ...] | None:
     """States as users give them, as a tuple of so many tensors; None if they are anything else."""
-    given = (states,) if count == 1 else states
-    if not isinstance(given, (tuple, list)) or len(given) != count:
+    sequence = (states,) if count == 1 else states
+    if not isinstance(sequence, (tuple, list)) or len(sequence) != count:
         return None
-    return (*given,) if all(isinstance(state, Tensor) for state in given) else None
+    return (*sequence,) if all(isinstance(state, Tensor) for state in sequence) else None
 
 
 def by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:

@@ -25,5 +25,5 @@ def weights_of(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a linear layer or a convolution; None where it has to be called."""
     if not is_plain(module, nn.Linear.forward, nn.Conv1d.forward):
         return None
-    held: Any = module
-    return held.weight, held.bias
+    linear: Any = module
+    return linear.weight, linear.bias

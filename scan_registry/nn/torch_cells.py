@@ -80,8 +80,8 @@ def has_bfloat16() -> bool:
 
 @cache
 def _instructions() -> bool:
-    found = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    return torch.backends.mkldnn.is_available() and found is not None and bool(found())
+    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return torch.backends.mkldnn.is_available() and supported is not None and bool(supported())
 
 
 def run(
@@ -103,7 +103,7 @@ def run(
         rows = module.num_layers * (2 if module.bidirectional else 1)
         zeros = x.new_zeros(rows, batch, module.hidden_size)
         states = [zeros, zeros] if module.function == "lstm" else [zeros]
-    given: Any = states if module.function == "lstm" else states[0]
+    initial_state: Any = states if module.function == "lstm" else states[0]
     if weights is None:
         weights = [getattr(module, name) for name in module._flat_weights_names]
     common = (
@@ -116,7 +116,7 @@ def run(
     )
     call = _CALLS[module.function]
     if sizes is None:
-        h, *last = call(x, given, *common, first)
+        h, *last = call(x, initial_state, *common, first)
     else:
-        h, *last = call(x, sizes, given, *common)
+        h, *last = call(x, sizes, initial_state, *common)
     return h, last
