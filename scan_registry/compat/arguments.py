@@ -21,11 +21,11 @@ def check_dense(name: str, value: Any) -> None:
         refuse_layout(name, value)
 
 
-def check_pair(layout: str, **given: Any) -> None:
+def check_pair(layout: str, **tensors: Any) -> None:
     """Refuse anything but two tensors of numbers with fractions, of one shape of three dimensions,
     on one device; ``TypeError`` or ``ValueError`` names the argument. ``layout`` names the dimensions.
     """
-    for name, value in given.items():
+    for name, value in tensors.items():
         check_dense(name, value)
         if not (value.is_floating_point() or value.is_complex()):
             raise TypeError(
@@ -33,7 +33,7 @@ def check_pair(layout: str, **given: Any) -> None:
             )
         if value.dim() != 3:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be {layout}")
-    (one, first), (other, second) = given.items()
+    (one, first), (other, second) = tensors.items()
     if first.shape != second.shape:
         raise ValueError(
             f"{one} has shape {tuple(first.shape)}, {other} {tuple(second.shape)}; "

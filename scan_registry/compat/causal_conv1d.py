@@ -143,5 +143,5 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
     inside = (steps >= begins.unsqueeze(1)).unsqueeze(-1)
     if x.shape[0] == 0:
         return x.new_zeros(len(ends), state_len, x.shape[1]).transpose(1, 2)
-    found = x[steps.clamp(0, x.shape[0] - 1)]
-    return torch.where(inside, found, torch.zeros_like(found)).transpose(1, 2)
+    gathered = x[steps.clamp(0, x.shape[0] - 1)]
+    return torch.where(inside, gathered, torch.zeros_like(gathered)).transpose(1, 2)

@@ -129,10 +129,10 @@ class FlashRNNConfig:
             self.num_heads = self.hidden_dim // self.head_dim
         elif self.hidden_dim <= 0 and min(self.num_heads, self.head_dim) > 0:
             self.hidden_dim = self.num_heads * self.head_dim
-        given = self.hidden_dim, self.num_heads, self.head_dim
-        if min(given) > 0 and self.hidden_dim != self.num_heads * self.head_dim:
+        sizes = self.hidden_dim, self.num_heads, self.head_dim
+        if min(sizes) > 0 and self.hidden_dim != self.num_heads * self.head_dim:
             raise ValueError(
-                f"hidden_dim is {given[0]}, num_heads {given[1]} and head_dim {given[2]}; the first "
+                f"hidden_dim is {sizes[0]}, num_heads {sizes[1]} and head_dim {sizes[2]}; the first "
                 "must be the others' product"
             )
 
@@ -198,12 +198,12 @@ def flashrnn(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: the backend has no kernel that runs on this GPU.
     """
-    given = (
+    tensors = (
         {"Wx": Wx, "R": R, "b": b}
         if states is None
         else {"Wx": Wx, "R": R, "b": b, "states": states}
     )
-    for name, tensor in given.items():
+    for name, tensor in tensors.items():
         check_dense(name, tensor)
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are {', '.join(DTYPES)}")
@@ -234,7 +234,7 @@ def flashrnn(
         forward_clipval=config.forward_clipval,
     )
     order = [SHAPES["output_shape"].index(letter) for letter in config.output_shape]
-    every, last = (each.to(config.torch_dtype_s).permute(order) for each in (every, last))
+    every, last = (output.to(config.torch_dtype_s).permute(order) for output in (every, last))
     return every, last
 
 
@@ -252,22 +252,22 @@ def _arranged(
     name: str, tensor: Tensor, config: FlashRNNConfig, shape: str, dtype: str | None
 ) -> Tensor:
     """The tensor with its dimensions in the order of ``rnn``, by way of its own dtype in the kernels'."""
-    given, wanted = getattr(config, shape), SHAPES[shape]
+    letters, wanted = getattr(config, shape), SHAPES[shape]
     if tensor.dim() != len(wanted):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {', '.join(given)}")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {', '.join(letters)}")
     own = _torch_dtype(dtype)
     if not config.enable_automatic_mixed_precision and tensor.dtype != own:
         raise TypeError(
             f"{name} has dtype {tensor.dtype}; without automatic mixed precision it must be {own}"
         )
-    ordered = tensor.permute([given.index(letter) for letter in wanted])
+    ordered = tensor.permute([letters.index(letter) for letter in wanted])
     return ordered.to(own).to(config.torch_dtype)
 
 
 def _initial(inputs: Tensor, config: FlashRNNConfig) -> Tensor | None:
     """What ``initial_val`` says, for each state or for all of them."""
-    given = config.initial_val
-    values = [*given] if isinstance(given, Sequence) else [given] * config.num_states
+    initial = config.initial_val
+    values = [*initial] if isinstance(initial, Sequence) else [initial] * config.num_states
     if len(values) != config.num_states:
         raise ValueError(
             f"initial_val has {len(values)} values; {config.function} has {config.num_states} states"
@@ -275,8 +275,8 @@ def _initial(inputs: Tensor, config: FlashRNNConfig) -> Tensor | None:
     if not any(values):
         return None
     batch, _, _, heads, dim = inputs.shape
-    each = torch.tensor(values, dtype=inputs.dtype, device=inputs.device)
-    return each.view(-1, 1, 1, 1, 1).expand(-1, batch, 1, heads, dim)
+    of_states = torch.tensor(values, dtype=inputs.dtype, device=inputs.device)
+    return of_states.view(-1, 1, 1, 1, 1).expand(-1, batch, 1, heads, dim)
 
 
 def _check_sizes(inputs: Tensor, config: FlashRNNConfig) -> None:

@@ -104,6 +104,11 @@ def install(*packages: str) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+    _activate(missing)
+
+
+def _activate(missing: list[str]) -> None:
+    """Let the finder find stand-ins: before all others if one replaces a folder that merely bears a name."""
     _finder.names.update(missing)
     if any(_is_folder(name) for name in missing):
         uncovered = [finder for finder in sys.meta_path if finder is not _finder]
@@ -175,14 +180,14 @@ def _refuse_original(name: str) -> None:
     if _is_folder(name):
         return
     if name in sys.modules:
-        found: Any = getattr(sys.modules[name], "__file__", None) or "this process"
+        origin: Any = getattr(sys.modules[name], "__file__", None) or "this process"
     else:
         spec = importlib.util.find_spec(name)
         if spec is None:
             return
-        found = spec.origin or ", ".join(spec.submodule_search_locations or [])
+        origin = spec.origin or ", ".join(spec.submodule_search_locations or [])
     raise ImportError(
-        f"{name} is importable already, from {found}; it is not replaced. Uninstall it, or import "
+        f"{name} is importable already, from {origin}; it is not replaced. Uninstall it, or import "
         f"scan_registry.compat.{name} instead",
         name=name,
     )
@@ -192,9 +197,9 @@ def _looked_for(module: str) -> bool:
     """Whether it is a model of transformers that has looked for a stand-in's functions."""
     if not module.startswith("transformers.models.") or ".modeling_" not in module:
         return False
-    held = vars(sys.modules[module])
+    members = vars(sys.modules[module])
     return any(
-        name in held for name in ("mamba_inner_fn", "mamba_selective_scan", "causal_conv1d_fn")
+        name in members for name in ("mamba_inner_fn", "mamba_selective_scan", "causal_conv1d_fn")
     )
 
 

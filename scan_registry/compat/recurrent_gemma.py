@@ -44,8 +44,8 @@ def forward(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
 
     def gate(weight: Tensor, bias: Tensor) -> Tensor:
         """Before its sigmoid. Autocast makes the product narrower than ``activations`` are."""
-        found = torch.baddbmm(bias.unsqueeze(1), of_heads, weight)
-        return found.transpose(0, 1).reshape(batch, time, width).to(activations.dtype)
+        product = torch.baddbmm(bias.unsqueeze(1), of_heads, weight)
+        return product.transpose(0, 1).reshape(batch, time, width).to(activations.dtype)
 
     state = self.recurrent_states
     if state is not None:
@@ -73,17 +73,17 @@ def replace() -> None:
     Raises:
         ImportError: transformers is not installed, or its class is not one that ``forward`` fits.
     """
-    found = _class()
-    if found not in _originals:
-        _originals[found] = found.forward
-        found.forward = forward
+    model_class = _class()
+    if model_class not in _originals:
+        _originals[model_class] = model_class.forward
+        model_class.forward = forward
 
 
 def restore() -> None:
     """Take ``replace`` back. What another program has put in its place since then stays."""
-    for found, original in _originals.items():
-        if found.forward is forward:
-            found.forward = original
+    for model_class, original in _originals.items():
+        if model_class.forward is forward:
+            model_class.forward = original
     _originals.clear()
 
 
@@ -95,13 +95,13 @@ def _class() -> Any:
         raise ImportError(
             f"recurrent_gemma needs transformers with {MODULE}: {error}", name=MODULE
         ) from error
-    found = getattr(module, CLASS, None)
+    model_class = getattr(module, CLASS, None)
     version = getattr(sys.modules["transformers"], "__version__", "of this version")
-    if found is None:
+    if model_class is None:
         raise ImportError(
             f"transformers {version} has no {CLASS}, so nothing is replaced", name=MODULE
         )
-    own = _originals.get(found, found.forward)
+    own = _originals.get(model_class, model_class.forward)
     arguments = tuple(inspect.signature(own).parameters)
     if arguments != ARGUMENTS:
         raise ImportError(
@@ -109,4 +109,4 @@ def _class() -> Any:
             f"({', '.join(ARGUMENTS)}), so nothing is replaced; update scan-registry",
             name=MODULE,
         )
-    return found
+    return model_class

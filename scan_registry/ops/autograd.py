@@ -96,8 +96,8 @@ class Recorded(Function):
         saved = family.restored(ctx.saved_tensors)
         wanted = needs[1 : len(needs) - family.others]
         back = Pass(saved, family.with_zeros(ctx, saved, grads), options, wanted)
-        found = family.first_derivative(back, recording.required)
-        return None, *found, *(None,) * family.others
+        gradients = family.first_derivative(back, recording.required)
+        return None, *gradients, *(None,) * family.others
 
 
 class Derivatives:
@@ -220,8 +220,8 @@ class Derivatives:
                 if not _enabled() or not wants_gradient(*self.inputs(tensors)):
                     return self.forward(tensors, options, False)
                 recording = Recording(self, options, lambda *t: self.forward(t, options, True))
-                made: Tensors = self.record((recording, None), *tensors)
-                return made
+                results: Tensors = self.record((recording, None), *tensors)
+                return results
             flops.announce()
         # A trace holds for calls with and without gradients, so nothing in it may depend on which is traced.
         tracing = not _is_compiling() and tracing_state() is not None
@@ -238,9 +238,9 @@ class Derivatives:
         if not _enabled() and unwatched():
             level = None if required is None else int(required)
             options = level, len(back.wanted), *back.wanted, *self.flat(back.options)
-            found: Gradients | None = self.backward_path((*back.saved, *back.grads), options)
-            if found is not None:
-                return found
+            gradients: Gradients | None = self.backward_path((*back.saved, *back.grads), options)
+            if gradients is not None:
+                return gradients
         with policy.as_required(required):
             return self.derivative(back)
 
@@ -264,8 +264,8 @@ class Derivatives:
             return self.backward(back)
         if not _is_compiling():
             flops.announce()
-        found = self.backward_op(*self.backward_joined(back))
-        return tuple([g if want else None for g, want in zip(found, back.wanted, strict=True)])
+        gradients = self.backward_op(*self.backward_joined(back))
+        return tuple([g if want else None for g, want in zip(gradients, back.wanted, strict=True)])
 
     # The operators of torch.
 
@@ -363,4 +363,4 @@ class Derivatives:
 def _present(results: Sequence[Tensor | None], model: Tensor | None = None) -> tuple[Tensor, ...]:
     """Operators return tensors; an empty one stands for none."""
     like: Any = results[0] if model is None else model
-    return tuple([like.new_empty(0) if each is None else each for each in results])
+    return tuple([like.new_empty(0) if result is None else result for result in results])

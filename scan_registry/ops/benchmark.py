@@ -147,7 +147,7 @@ class Benchmark(Protocol):
     def parse(self, text: str) -> Case:
         """The case that prints as ``text``; ``ValueError`` for anything else."""
 
-    def cases(self, given: Namespace, kind: str) -> list[Any]:
+    def cases(self, options: Namespace, kind: str) -> list[Any]:
         """Those that ``--case`` names, or else the options choose, on a ``cuda`` or ``cpu`` device;
         ``ValueError`` for options that are not valid."""
 

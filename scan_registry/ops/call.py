@@ -133,18 +133,9 @@ class _PathInPython:
 
     def run(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
         present = [tensor for tensor in tensors if tensor is not None]
-        try:
-            if not present or not unobserved(*present):
-                return None
-            if not all(tensor.data_ptr() for tensor in present):
-                return None  # it is empty, or stands for zeros or for something else
-            facts = facts_of(tensors)
-        except (AttributeError, RuntimeError):
-            return None  # not tensors, or tensors without memory: the checks name them
-        if len({t.device for t in present}) > 1 or any(t.is_complex() for t in present):
-            return None
         types = (*map(type, options),)  # an integer may be equal to a bool
-        if not {*types} <= {bool, int, float, str, type(None)}:
+        facts = _plain_facts(tensors, present)
+        if facts is None or not {*types} <= {bool, int, float, str, type(None)}:
             return None
         recorded = wants_gradient(*present) and _enabled()
         key = self._plan, recorded, _required(), options, types, *facts
@@ -153,6 +144,21 @@ class _PathInPython:
             plan = self._plan(recorded, tensors, options)
             plan_cache.keep(key, plan)
         return None if plan is None else plan(*tensors)
+
+
+def _plain_facts(tensors: tuple[Any, ...], present: list[Any]) -> list[Any] | None:
+    """The facts of tensors that a plan is for, of which ``present`` are not None; None for others."""
+    try:
+        if not present or not unobserved(*present):
+            return None
+        if not all(tensor.data_ptr() for tensor in present):
+            return None  # it is empty, or stands for zeros or for something else
+        facts = facts_of(tensors)
+    except (AttributeError, RuntimeError):
+        return None  # not tensors, or tensors without memory: the checks name them
+    if len({t.device for t in present}) > 1 or any(t.is_complex() for t in present):
+        return None
+    return facts
 
 
 def launch_from_c(

@@ -15,13 +15,13 @@ _zeros: dict[tuple[Any, ...], Tensor] = {}
 def zeros(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Zeros of a shape, which nobody may write to. They are never freed: a CUDA graph may read them at any time."""
     key = device, dtype, shape
-    found = _zeros.get(key)
-    if found is not None:
-        return found
+    cached = _zeros.get(key)
+    if cached is not None:
+        return cached
     with torch.inference_mode(False):
-        made = torch.zeros(shape, dtype=dtype, device=device)
-    if is_capturing(made):
-        return made  # They are zeros only while that graph runs.
-    if made.is_cuda:
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+    if is_capturing(tensor):
+        return tensor  # They are zeros only while that graph runs.
+    if tensor.is_cuda:
         torch.cuda.current_stream(device).synchronize()  # Others read them on other streams.
-    return _zeros.setdefault(key, made)
+    return _zeros.setdefault(key, tensor)

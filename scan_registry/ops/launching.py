@@ -79,17 +79,17 @@ plan_cache = PlanCache()
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> int:
     """The lowest four bits of the addresses of all tensors, combined by "or": 0 if all start on 16 bytes."""
-    found = 0
+    bits = 0
     for tensor in tensors:
-        found |= 0 if tensor is None else tensor.data_ptr()
-    return found & 15
+        bits |= 0 if tensor is None else tensor.data_ptr()
+    return bits & 15
 
 
 #: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
 _EMPTY: dict[str, Any] = {
-    kind: found
+    kind: function
     for kind in ("cpu", "cuda")
-    if (found := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
+    if (function := getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None)) is not None
 }
 
 

@@ -92,16 +92,16 @@ class Operator(Protocol):
     @property
     def function(self) -> Callable[..., Any]:
         """What users call."""
-        found: Callable[..., Any] = getattr(self._module, self.name)
-        return found
+        function: Callable[..., Any] = getattr(self._module, self.name)
+        return function
 
     @property
     def benchmark(self) -> Benchmark:
         """What ``bench`` times; its cases are what ``tune`` takes, too. Calls of the function never import its module."""
-        found: Benchmark = importlib.import_module(
+        benchmark: Benchmark = importlib.import_module(
             f"{kernels.__name__}.{self.name}.op.bench"
         ).BENCHMARK
-        return found
+        return benchmark
 
     def describe(self, *args: Any, **kwargs: Any) -> Mapping[str, KernelCall]:
         """The kernels' parts in a call of the function, by what each is called; those of derivatives only where
@@ -119,7 +119,7 @@ class Operator(Protocol):
         other: tuple[str, KernelCall] | None = getattr(call, "stand_in", None)
         return other
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], options: Namespace) -> ParsedCall:
         """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
 
     def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:
@@ -150,9 +150,7 @@ def operators() -> dict[str, Operator]:
     """All operators by name."""
     names = kernels.operators()
     modules = (importlib.import_module(f"{kernels.__name__}.{name}.op.operator") for name in names)
-    ordered = sorted(
-        (module.OPERATOR for module in modules), key=lambda each: (each.order, each.name)
-    )
+    ordered = sorted((module.OPERATOR for module in modules), key=lambda op: (op.order, op.name))
     return {operator.name: operator for operator in ordered}
 
 

@@ -32,26 +32,25 @@ def gradients(
             None if t is None else _leaf(t, want, recorded)
             for t, want in zip(tensors, wanted, strict=True)
         ]
-        sources = [t for t, want in zip(leaves, wanted, strict=True) if want and t is not None]
+        places = [k for k, t in enumerate(leaves) if wanted[k] and t is not None]
+        sources = [leaves[k] for k in places]
         pairs = [
             (x, g.to(x.dtype))
             for x, g in recompute(leaves, recorded)
             if x is not None and g is not None and x.requires_grad
         ]
-        if pairs and sources:
-            found = torch.autograd.grad(
-                [x for x, _ in pairs],
-                sources,
-                [g for _, g in pairs],
-                create_graph=recorded,
-                materialize_grads=True,
-            )
-        else:
-            found = tuple(torch.zeros_like(t) for t in sources)
-    each = iter(found)
-    return tuple(
-        next(each) if want and t is not None else None
-        for t, want in zip(leaves, wanted, strict=True)
+        by_place = dict(zip(places, _grad(pairs, sources, recorded), strict=True))
+    return tuple(by_place.get(k) for k in range(len(leaves)))
+
+
+def _grad(
+    pairs: list[tuple[Tensor, Tensor]], sources: list[Tensor], recorded: bool
+) -> tuple[Tensor, ...]:
+    if not pairs or not sources:
+        return tuple(torch.zeros_like(t) for t in sources)
+    results, grads = zip(*pairs, strict=True)
+    return torch.autograd.grad(
+        results, sources, grads, create_graph=recorded, materialize_grads=True
     )
 
 

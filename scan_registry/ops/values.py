@@ -92,7 +92,7 @@ def check_range(name: str, tensor: Any, least: float, most: float, slack: float 
         return
     if tensor.is_complex() or not tensor.numel():
         return
-    low, high = (each.item() for each in torch.aminmax(tensor.detach()))
+    low, high = (bound.item() for bound in torch.aminmax(tensor.detach()))
     if not (least - slack <= low and high <= most + slack):
         wrong = high if least - slack <= low else low
         raise ValueError(

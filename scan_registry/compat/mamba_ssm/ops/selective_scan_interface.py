@@ -96,7 +96,7 @@ def selective_scan_fn(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
-    delta, z = (_laid_out_like(u, each) for each in (delta, z))
+    delta, z = (_laid_out_like(u, tensor) for tensor in (delta, z))
     return selective_scan(
         *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
         return_final_state=bool(return_last_state),
@@ -112,8 +112,8 @@ def _laid_out_like(u: Any, x: Any) -> Any:
 
     transformers' Mamba gives step sizes along time beside inputs along channels.
     """
-    for each in (u, x):
-        if not isinstance(each, Tensor) or each.layout != torch.strided or each.dim() != 3:
+    for tensor in (u, x):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dim() != 3:
             return x  # absent, or for the operator to refuse
     if x.numel() < _WORTH_A_COPY:
         return x
@@ -302,8 +302,8 @@ def _inner(
     }
     taken = (B is None) + (C is None)
     _check(named, {name: value for name, value in optional.items() if value is not None}, taken)
-    for name, given, weight in (("B", B, norms.B), ("C", C, norms.C)):
-        if weight is not None and given is not None and given.dim() == 2:
+    for name, projected, weight in (("B", B, norms.B), ("C", C, norms.C)):
+        if weight is not None and projected is not None and projected.dim() == 2:
             raise ValueError(
                 f"{name} does not change with time, so {name.lower()}_rms_weight must be None"
             )
@@ -366,10 +366,14 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
         "c_rms_weight": (states,),
         "dt_rms_weight": (channels,),
     }
-    for name, value in (named | optional).items():
+    sizes = f"{channels} channels, {states} rows of B and C and {ranks.shape[1]} ranks"
+    _check_shapes(named | optional, expected, sizes)
+
+
+def _check_shapes(named: dict[str, Any], expected: dict[str, tuple[Any, ...]], sizes: str) -> None:
+    for name, value in named.items():
         if name in expected and tuple(value.shape) != expected[name]:
             shape = ", ".join(map(str, expected[name])) + "," * (len(expected[name]) == 1)
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; for {channels} channels, {states} rows of B and C and "
-                f"{ranks.shape[1]} ranks it must be ({shape})"
+                f"{name} has shape {tuple(value.shape)}; for {sizes} it must be ({shape})"
             )
