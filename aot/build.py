@@ -24,9 +24,9 @@ from scan_registry.cache.store import Cache
 from scan_registry.hardware.target import SHARED_MEMORY, Target
 from scan_registry.kernels.model import Variant
 
-Made = tuple[Binary, bytes]
+Entry = tuple[Binary, bytes]
 #: A binary, or why an optional one is left out.
-Outcome = Made | str
+Outcome = Entry | str
 
 
 def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcome]:
@@ -69,7 +69,9 @@ def build_archives(
     """
     jobs = plan(archs)
     outcomes = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
-    by_arch = {arch: _held(outcomes[job] for job in per_arch) for arch, per_arch in jobs.items()}
+    by_arch = {
+        arch: _binaries(outcomes[job] for job in per_arch) for arch, per_arch in jobs.items()
+    }
     # Packing is compressing, which other threads need not wait for.
     with ThreadPoolExecutor(_workers()) as pool:
         paths = [*pool.map(lambda arch: pack(folder, arch, by_arch[arch], origin), by_arch)]
@@ -83,7 +85,7 @@ def _workers() -> int:
     return max(1, int(os.environ.get("SCAN_REGISTRY_JOBS") or len(os.sched_getaffinity(0))))
 
 
-def _held(outcomes: Iterable[Outcome]) -> list[Made]:
+def _binaries(outcomes: Iterable[Outcome]) -> list[Entry]:
     return [outcome for outcome in outcomes if not isinstance(outcome, str)]
 
 
@@ -106,7 +108,7 @@ def compile_all(jobs: Iterable[Job], cache_folder: Path | None) -> Mapping[Job, 
         outcomes = [outcome for job, outcome in compiled.items() if job.arch == arch]
         for reason in (outcome for outcome in outcomes if isinstance(outcome, str)):
             _say(f"{arch.label}: left out: {reason}")
-        entries = _held(outcomes)
+        entries = _binaries(outcomes)
         size = sum(binary.size for binary, _ in entries)
         _say(f"{arch.label}: {len(entries)} binaries, {size / 1e6:.2f} MB")
     return compiled

@@ -132,8 +132,7 @@ class Nvrtc:
     """The CUDA C++ compiler."""
 
     def identity(self) -> str:
-        first = _candidates()[0]
-        return f"nvrtc {first.version or _library()[1]}"
+        return f"nvrtc {_candidates()[0].version or _library()[1]}"
 
     def cuda(self) -> CudaVersion:
         major, minor = self.identity().removeprefix("nvrtc ").split(".")[:2]

@@ -80,7 +80,7 @@ def _own_settings() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Output:
     """What Triton makes for one architecture: PTX, the machine code that it gives, and what is known
     of both."""
 
@@ -93,7 +93,7 @@ def _options(kernel: Kernel, variant: Variant) -> dict[str, Any]:
     return {"num_warps": kernel.code.warps(variant), "enable_fp_fusion": kernel.code.fuses(variant)}
 
 
-def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> _Made:
+def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -> _Output:
     with _own_settings():
         try:
             import triton
@@ -110,10 +110,10 @@ def _compile(kernel: Kernel, variant: Variant, target: Target, shared: Shared) -
             )
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
-    return _Made(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata)
+    return _Output(compiled.asm["ptx"], compiled.asm["cubin"], compiled.metadata)
 
 
-def _assembled(kernel: Kernel, variant: Variant, target: Target, like: _Made) -> _Made:
+def _assembled(kernel: Kernel, variant: Variant, target: Target, like: _Output) -> _Output:
     """The same for an architecture with the same PTX, by the last of Triton's steps alone."""
     from triton.backends.compiler import GPUTarget, Language
     from triton.compiler.compiler import make_backend
@@ -130,7 +130,7 @@ def _assembled(kernel: Kernel, variant: Variant, target: Target, like: _Made) ->
             cubin = steps["cubin"](ptx, {})
         except Exception as error:  # Triton raises many kinds; each is a failed compile
             raise CompileError(_words(error)) from error
-    return _Made(ptx, cubin, like.metadata)
+    return _Output(ptx, cubin, like.metadata)
 
 
 def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
@@ -220,7 +220,7 @@ class Triton:
             shared[key] = _assembled(kernel, variant, target, like)
         elif key not in shared:
             shared[key] = _compile(kernel, variant, target, shared)
-        compiled: _Made = shared[key]
+        compiled: _Output = shared[key]
         metadata = compiled.metadata
         if target.is_ptx:
             content, form, made_for = compiled.ptx.encode(), "ptx", target

@@ -108,8 +108,7 @@ def assemble(environment: Environment, wheels: Sequence[Path], folder: Path) -> 
     """Every product from the jobs' wheels; installs one of them for that."""
     shutil.rmtree(folder, ignore_errors=True)
     install(environment, next(wheel for wheel in wheels if os.uname().machine in wheel.name))
-    script = ROOT / "ci" / "products.py"
-    require("assemble", [environment.python, script, folder, *wheels])
+    require("assemble", [environment.python, ROOT / "ci" / "products.py", folder, *wheels])
 
 
 def install(environment: Environment, wheel: Path) -> None:
@@ -162,7 +161,7 @@ def _title(platform: Platform, work: Path) -> str:
     return f"{how} for {platform.name}" + ("" if work == WORK else ", elsewhere")
 
 
-def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
+def print_sizes(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
     """Print a row for each platform: the seconds of its first build, and the megabytes of its packages
     and of the machine code for CPUs in them."""
     say("\nplatform   seconds  with archives  without  machine code for CPUs, MB")
@@ -178,7 +177,7 @@ def sizes_told(platforms: Sequence[Platform], dist: Path, clock: Clock) -> None:
         say("{:9}  {:7.0f}  {:>13}  {:>7}  {:>25}".format(platform.name, seconds, *megabytes))
 
 
-def told(clock: Clock) -> None:
+def print_times(clock: Clock) -> None:
     say("\nseconds, step")
     for title, seconds in (*clock.steps.items(), ("all of it", sum(clock.steps.values()))):
         say(f"{seconds:7.0f}  {title}")
@@ -205,8 +204,8 @@ def build_all(fresh: bool, every: int, record: bool) -> None:
         with clock.step("sources"):
             sdist(environment, DIST)
     finally:
-        told(clock)
-        sizes_told(platforms, DIST, clock)
+        print_times(clock)
+        print_sizes(platforms, DIST, clock)
 
 
 def usable(wheels: Sequence[Path]) -> None:
@@ -228,7 +227,7 @@ def build_from(fresh: bool, wheels: Sequence[Path], every: int, record: bool) ->
         check(environment, None, every, record)
     with clock.step("sources"):
         sdist(environment, DIST)
-    told(clock)
+    print_times(clock)
 
 
 def build_in_container(fresh: bool, archs: str) -> None:

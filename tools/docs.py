@@ -125,7 +125,7 @@ def _plain(text: str) -> str:
 # --- All of it --------------------------------------------------------------------------------
 
 
-def made() -> dict[Path, str]:
+def generated() -> dict[Path, str]:
     """Every file that is made, in whole or in part, with what it should hold."""
     files = {PAGES / "reference" / "command-line.md": command_line()}
     for name, text in docs_pictures.files().items():
@@ -141,13 +141,13 @@ def stale() -> list[Path]:
     """The files that are not as they should be."""
     return [
         path
-        for path, text in made().items()
+        for path, text in generated().items()
         if not path.is_file() or path.read_text(encoding="utf-8") != text
     ]
 
 
 def main() -> None:
-    files = made()
+    files = generated()
     for path in stale():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(files[path], encoding="utf-8")

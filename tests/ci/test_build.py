@@ -111,7 +111,7 @@ def test_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
     clock = build.Clock()
     with clock.step("one"):
         pass
-    build.told(clock)
+    build.print_times(clock)
     assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()[2:]] == [
         "one",
         "all of it",
@@ -129,7 +129,7 @@ def test_every_platform_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[
             with zipfile.ZipFile(path, "w") as wheel:
                 wheel.writestr("scan_registry/ops/_cpu.abi3.so", bytes(10_000 * (1 + number)))
                 wheel.writestr("scan_registry/x", bytes(990_000 * (folder == "pypi")))
-    build.sizes_told(platforms, tmp_path, clock)
+    build.print_sizes(platforms, tmp_path, clock)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     assert rows == [
         ["x86_64", "10", "1.00", "0.01", "0.01"],
