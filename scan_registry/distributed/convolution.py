@@ -119,12 +119,12 @@ def causal_conv1d(
             valid.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
-    y, last = _call(
+    y, final_state = _call(
         (x, weight, bias, initial_state, seq_idx, cu_seqlens),
         (return_final_state, activation, backend),
         group,
     )
-    return y if last is None else (y, last)
+    return y if final_state is None else (y, final_state)
 
 
 @untraced
@@ -147,18 +147,18 @@ def _call(
     ages = torch.arange(slots, 0, -1, device=device)
     of_x = arguments.x.shape[:2], options.final, arguments.x.dtype
     exchange = Exchange(members, terms, slots, *of_x, ages)
-    x, halo, last = Halo.apply(arguments.x, exchange, arguments.seq_idx)  # type: ignore[no-untyped-call]
+    x, halo, final_state = Halo.apply(arguments.x, exchange, arguments.seq_idx)  # type: ignore[no-untyped-call]
     arguments = arguments._replace(x=x)
     if arguments.cu_seqlens is not None:
         return _packed(arguments, options, exchange, halo)
     state = with_initial(exchange, members.rank, halo, arguments.initial_state)
     state = of_run(exchange, members.rank, arguments.seq_idx, state)
     if options.final:
-        last = with_initial(exchange, members.size, last, arguments.initial_state)
-        last = of_run(exchange, members.size, arguments.seq_idx, last)
+        final_state = with_initial(exchange, members.size, final_state, arguments.initial_state)
+        final_state = of_run(exchange, members.size, arguments.seq_idx, final_state)
     arguments = arguments._replace(initial_state=state.contiguous())
     y, _ = convolve(arguments, options._replace(final=False))
-    return y, last if options.final else None
+    return y, final_state if options.final else None
 
 
 # --- Arguments --------------------------------------------------------------------------------
@@ -166,17 +166,17 @@ def _call(
 
 def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Arguments, Options]:
     """Checked as for the local operator, except that bounds and the initial state are those of the whole sequence."""
-    x, weight, bias, state, seq_idx, bounds = tensors
-    local = None if bounds is not None else state
+    x, weight, bias, state, seq_idx, cu_seqlens = tensors
+    local = None if cu_seqlens is not None else state
     arguments, options = normalised(x, weight, bias, local, seq_idx, None, *request)
-    if bounds is None:
+    if cu_seqlens is None:
         return arguments, options
     if seq_idx is not None:
         raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
-    check_tensor("cu_seqlens", bounds, (torch.int32, torch.int64), x)
-    if bounds.dim() != 1 or bounds.shape[0] < 2:
+    check_tensor("cu_seqlens", cu_seqlens, (torch.int32, torch.int64), x)
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"cu_seqlens has shape {tuple(bounds.shape)}; it must be (sequences + 1,), with one sequence at least"
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one sequence at least"
         )
     if x.shape[0] != 1:
         raise ValueError(
@@ -184,15 +184,15 @@ def _checked(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> tuple[Argume
         )
     if state is not None:
         check_tensor("initial_state", state, ACCEPTED, x)
-        shape = bounds.shape[0] - 1, x.shape[1], weight.shape[1] - 1
+        shape = cu_seqlens.shape[0] - 1, x.shape[1], weight.shape[1] - 1
         check_shape("initial_state", state, shape, "(sequences, channels, width - 1)")
         state = state.to(x.dtype).contiguous()
-    bounds = bounds.to(torch.int64).contiguous()
-    return arguments._replace(initial_state=state, cu_seqlens=bounds), options
+    cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
+    return arguments._replace(initial_state=state, cu_seqlens=cu_seqlens), options
 
 
 def _terms(arguments: Arguments, options: Options) -> Terms:
-    x, bounds = arguments.x, arguments.cu_seqlens
+    x, cu_seqlens = arguments.x, arguments.cu_seqlens
     batch, channels, steps = x.shape
     common = (
         ("batch", batch),
@@ -203,21 +203,21 @@ def _terms(arguments: Arguments, options: Options) -> Terms:
         ("bias", arguments.bias is not None),
         ("initial_state", arguments.initial_state is not None),
         ("seq_idx", arguments.seq_idx is not None),
-        ("cu_seqlens", None if bounds is None else _digest(bounds)),
+        ("cu_seqlens", None if cu_seqlens is None else _digest(cu_seqlens)),
         ("silu", options.silu),
         ("return_final_state", options.final),
         ("gradient of x", torch.is_grad_enabled() and x.requires_grad),
     )
     tail = min(steps, arguments.weight.shape[1] - 1)
-    return Terms(_NAME, common, (tail,) if bounds is None else (tail, steps))
+    return Terms(_NAME, common, (tail,) if cu_seqlens is None else (tail, steps))
 
 
-def _digest(bounds: Tensor) -> str:
+def _digest(cu_seqlens: Tensor) -> str:
     """The number of the bounds, and a digest of their values if these are on the CPU: reading a GPU's would wait."""
-    if not bounds.is_cpu:
-        return f"{bounds.shape[0]}"
-    digest = blake2b(repr(bounds.tolist()).encode(), digest_size=6).hexdigest()
-    return f"{bounds.shape[0]} {digest}"
+    if not cu_seqlens.is_cpu:
+        return f"{cu_seqlens.shape[0]}"
+    digest = blake2b(repr(cu_seqlens.tolist()).encode(), digest_size=6).hexdigest()
+    return f"{cu_seqlens.shape[0]} {digest}"
 
 
 # --- Packed sequences -------------------------------------------------------------------------
@@ -234,44 +234,44 @@ def _packed(
     arguments: Arguments, options: Options, exchange: Exchange, halo: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The output of this rank's part of packed sequences, and their final states if wanted."""
-    bounds, members = arguments.cu_seqlens, exchange.members
-    assert bounds is not None
-    check_bounds(bounds, sum(exchange.lengths))
+    cu_seqlens, members = arguments.cu_seqlens, exchange.members
+    assert cu_seqlens is not None
+    check_bounds(cu_seqlens, sum(exchange.lengths))
     part = _Part(sum(exchange.lengths[: members.rank]), exchange.lengths[members.rank])
-    state = _packed_states(bounds, part, exchange, halo, arguments.initial_state)
-    bounds_here = (bounds - part.first).clamp(0, part.steps)
+    state = _packed_states(cu_seqlens, part, exchange, halo, arguments.initial_state)
+    bounds_here = (cu_seqlens - part.first).clamp(0, part.steps)
     local = arguments._replace(initial_state=state.contiguous(), cu_seqlens=bounds_here)
-    y, last = convolve(local, options)
-    if last is None:
+    y, final_state = convolve(local, options)
+    if final_state is None:
         return y, None
     # Only the rank with a sequence's last step has its right final state. That of an empty sequence is its initial state,
     # which the first rank contributes.
-    ends = bounds[1:] - 1
+    ends = cu_seqlens[1:] - 1
     mine = (ends >= part.first) & (ends < part.first + part.steps)
-    empty = bounds[1:] == bounds[:-1]
+    empty = cu_seqlens[1:] == cu_seqlens[:-1]
     mine = torch.where(empty, torch.full_like(mine, members.rank == 0), mine)
-    last = torch.where(mine.view(-1, 1, 1), last, torch.zeros_like(last))
-    return y, _Sum.apply(last, exchange)  # type: ignore[no-untyped-call]
+    final_state = torch.where(mine.view(-1, 1, 1), final_state, torch.zeros_like(final_state))
+    return y, _Sum.apply(final_state, exchange)  # type: ignore[no-untyped-call]
 
 
 def _packed_states(
-    bounds: Tensor, part: _Part, exchange: Exchange, halo: Tensor, initial: Tensor | None
+    cu_seqlens: Tensor, part: _Part, exchange: Exchange, halo: Tensor, initial_state: Tensor | None
 ) -> Tensor:
     """Initial states of this part, (sequences, channels, slots). At most one sequence continues from an earlier part."""
-    slots, count = exchange.slots, bounds.shape[0] - 1
-    base = halo.new_zeros(count, *halo.shape[1:]) if initial is None else initial
+    slots, count = exchange.slots, cu_seqlens.shape[0] - 1
+    base = halo.new_zeros(count, *halo.shape[1:]) if initial_state is None else initial_state
     if not part.steps:
         # The halo needs a gradient on every rank, or this rank would miss the collective of the backward pass.
         return base + 0 * halo
-    number = torch.searchsorted(bounds, torch.full_like(bounds[:1], part.first), right=True) - 1
+    begin = torch.full_like(cu_seqlens[:1], part.first)
+    number = torch.searchsorted(cu_seqlens, begin, right=True) - 1
     number = number.clamp(0, count - 1)
-    there = part.first - bounds[number]
+    there = part.first - cu_seqlens[number]
     ages = exchange.ages
     place = (slots - ages + there).clamp(max=slots - 1)
     before = base.index_select(0, number).index_select(-1, place)
     going_on = torch.where(ages <= there, halo, before)
-    sequences = torch.arange(count, device=bounds.device)
-    chosen = (sequences == number) & (there > 0)
+    chosen = (torch.arange(count, device=cu_seqlens.device) == number) & (there > 0)
     return torch.where(chosen.view(-1, 1, 1), going_on, base)
 
 

@@ -26,7 +26,7 @@ def differentiable(
     run: Run,
     gates: Tensor,
     states: Tensor | None,
-    initial: Tensor | None,
+    initial_state: Tensor | None,
     states_grad: Tensor,
     last_grad: Tensor | None,
     wanted: tuple[bool, bool, bool],
@@ -66,7 +66,7 @@ def differentiable(
     gates_grad = None
     if wanted[0]:
         assert states is not None
-        earlier = _before(run, states.to(run.compute), initial, reverse, cu_seqlens, lengths)
+        earlier = _before(run, states.to(run.compute), initial_state, reverse, cu_seqlens, lengths)
         gates_grad = (adjoint * earlier.conj()).sum_to_size(gates.shape).to(gates.dtype)
     return (
         gates_grad,

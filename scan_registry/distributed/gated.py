@@ -99,7 +99,7 @@ def gated_scan(
 @untraced
 def _gated_scan(
     inputs: tuple[Any, ...],
-    initial: Any,
+    initial_state: Any,
     reset: Any,
     group: Any,
     cu_seqlens: Any,
@@ -107,10 +107,10 @@ def _gated_scan(
 ) -> Any:
     members = groups.resolve(group)
     tensors = {f"inputs[{number}]": x for number, x in enumerate(inputs)}
-    others = {"initial_state": initial, "reset": reset, "cu_seqlens": cu_seqlens}
+    others = {"initial_state": initial_state, "reset": reset, "cu_seqlens": cu_seqlens}
     opening.check_local(members, "gated_scan", **tensors, **others)
     if members.size == 1:
-        return scan_of_one(options.kind, inputs, reset, initial, cu_seqlens, options)
+        return scan_of_one(options.kind, inputs, reset, initial_state, cu_seqlens, options)
     first = next((x for x in inputs if isinstance(x, Tensor)), None)
     try:
         arguments, options = normalised(options.kind, inputs, reset, None, None, options)
@@ -126,6 +126,6 @@ def _gated_scan(
     dtype = arguments.inputs[0].dtype
     # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
     operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
-    states, last = scan(members, gates, tokens, initial, cu_seqlens, how, operator)
+    states, final_state = scan(members, gates, tokens, initial_state, cu_seqlens, how, operator)
     states = states.to(dtype)
-    return states if last is None else (states, last)
+    return states if final_state is None else (states, final_state)

@@ -82,8 +82,7 @@ class Exchange:
 
     def again(self, tail: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The same, once the lengths of tails are known."""
-        opened = self._opened("second derivative", [tail])
-        return self._picked(opened, tail.numel())
+        return self._picked(self._opened("second derivative", [tail]), tail.numel())
 
     def _opened(self, what: str, rows: Sequence[Tensor | None]) -> Opened:
         """All ranks' tensors ``rows``, each (batch, channels, slots); None for zeros."""
@@ -185,10 +184,10 @@ class Halo(torch.autograd.Function):
         ctx: Any, x: Tensor, exchange: Exchange, seq_idx: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.exchange = exchange
-        halo, last = exchange.first(x, seq_idx)
+        halo, final_state = exchange.first(x, seq_idx)
         if halo is None:
             halo = x.new_zeros(*exchange.shape, exchange.slots)
-        return x.view_as(x), halo, last
+        return x.view_as(x), halo, final_state
 
     @staticmethod
     def backward(ctx: Any, x_grad: Tensor, halo_grad: Tensor, last_grad: Tensor | None) -> Any:
@@ -232,21 +231,23 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tail: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor | None]:
         ctx.exchange = exchange
-        halo, last = exchange.again(tail)
-        return torch.zeros_like(tail) if halo is None else halo, last
+        halo, final_state = exchange.again(tail)
+        return torch.zeros_like(tail) if halo is None else halo, final_state
 
     @staticmethod
     def backward(ctx: Any, halo_grad: Tensor, last_grad: Tensor | None) -> Any:
         return Scatter.apply(halo_grad, last_grad, ctx.exchange), None  # type: ignore[no-untyped-call]
 
 
-def with_initial(exchange: Exchange, rank: int, halo: Tensor, initial: Tensor | None) -> Tensor:
+def with_initial(
+    exchange: Exchange, rank: int, halo: Tensor, initial_state: Tensor | None
+) -> Tensor:
     """The halo. Steps before the first step of the whole sequence are taken from the initial state."""
-    if initial is None:
+    if initial_state is None:
         return halo
     ages, there = exchange.ages, exchange.steps_before(rank)
     place = (exchange.slots - ages + there).clamp(max=exchange.slots - 1)
-    return torch.where(ages <= there, halo, initial.index_select(-1, place))
+    return torch.where(ages <= there, halo, initial_state.index_select(-1, place))
 
 
 def of_run(exchange: Exchange, rank: int, seq_idx: Tensor | None, state: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ TIME = "t"
 _NAMES = "abcdefghijklmnopqrsuvwxyz"
 
 
-def _given(tensor: Any, letters: str) -> str | None:
+def _optional(tensor: Any, letters: str) -> str | None:
     return None if tensor is None else letters
 
 
@@ -59,19 +59,19 @@ def broadcast(shape: Sequence[Any], whole: Sequence[Any], letters: str) -> str:
     )
 
 
-def state_of(letters: str, bounds: Any) -> str:
+def state_of(letters: str, cu_seqlens: Any) -> str:
     """The letters of a state. Its dimensions are those of the sequence without time, or with packed sequences in its place."""
-    return letters.replace(TIME, "" if bounds is None else ".")
+    return letters.replace(TIME, "" if cu_seqlens is None else ".")
 
 
-def _initial(initial: Any, shape: Sequence[Any], letters: str, bounds: Any) -> str | None:
+def _initial(initial_state: Any, shape: Sequence[Any], letters: str, cu_seqlens: Any) -> str | None:
     """The letters of an initial state, which may broadcast. ``shape`` and ``letters`` are those of the sequence."""
-    if initial is None:
+    if initial_state is None:
         return None
-    count = () if bounds is None else (bounds.shape[0] - 1,)
+    count = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
     place = letters.find(TIME)
     sizes = (*shape[:place], *count, *shape[place + 1 :])
-    return broadcast(initial.shape, sizes, state_of(letters, bounds))
+    return broadcast(initial_state.shape, sizes, state_of(letters, cu_seqlens))
 
 
 def only(letters: str) -> str:
@@ -79,8 +79,8 @@ def only(letters: str) -> str:
 
 
 def linear_scan(
-    gates: Tensor, tokens: Tensor, initial: Any, bounds: Any, dim: int, reverse: bool, final: bool,
-    backend: str,
+    gates: Tensor, tokens: Tensor, initial_state: Any, cu_seqlens: Any, dim: int, reverse: bool,
+    final: bool, backend: str,
 ) -> Layout:  # fmt: skip
     """The layout of the operator with these arguments. The functions below do the same for the other operators."""
     shape = torch.broadcast_shapes(gates.shape, tokens.shape)
@@ -88,22 +88,22 @@ def linear_scan(
     inputs = (
         broadcast(gates.shape, shape, names),
         broadcast(tokens.shape, shape, names),
-        _initial(initial, shape, names, bounds),
-        _given(bounds, "."),
+        _initial(initial_state, shape, names, cu_seqlens),
+        _optional(cu_seqlens, "."),
     )
-    return Layout(inputs, (names, state_of(names, bounds) if final else None), only(names))
+    return Layout(inputs, (names, state_of(names, cu_seqlens) if final else None), only(names))
 
 
 def linear_scan_backward(
-    gates: Tensor, states: Any, states_grad: Tensor, initial: Any, last_grad: Any, bounds: Any,
-    dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
+    gates: Tensor, states: Any, states_grad: Tensor, initial_state: Any, last_grad: Any,
+    cu_seqlens: Any, dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
     names = names_of(states_grad.dim(), dim)
-    state = state_of(names, bounds)
+    state = state_of(names, cu_seqlens)
     of_gates = broadcast(gates.shape, states_grad.shape, names)
     inputs = (
-        *(of_gates, _given(states, names), names, _given(initial, state)),
-        *(_given(last_grad, state), _given(bounds, ".")),
+        *(of_gates, _optional(states, names), names, _optional(initial_state, state)),
+        *(_optional(last_grad, state), _optional(cu_seqlens, ".")),
     )
     return Layout(inputs, _wanted((of_gates, names, state), wanted), only(names))
 
@@ -117,36 +117,37 @@ def linear_scan_summary(
 
 
 def _gated(
-    inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int
+    inputs: Any, parameters: Any, reset: Any, initial_state: Any, cu_seqlens: Any, dim: int
 ) -> tuple[list[str | None], str, str]:
     names = "bct" if dim % 3 == 2 else "btc"
     letters = [
         *[names for _ in inputs],
         *["c" for _ in parameters],
-        *(_given(reset, "bt"), _initial(initial, inputs[0].shape, names, bounds)),
-        _given(bounds, "."),
+        *(_optional(reset, "bt"), _initial(initial_state, inputs[0].shape, names, cu_seqlens)),
+        _optional(cu_seqlens, "."),
     ]
-    return letters, names, state_of(names, bounds)
+    return letters, names, state_of(names, cu_seqlens)
 
 
 def gated_scan(
-    kind: str, inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, dim: int,
-    reverse: bool, final: bool, backend: str,
+    kind: str, inputs: Any, parameters: Any, reset: Any, initial_state: Any, cu_seqlens: Any,
+    dim: int, reverse: bool, final: bool, backend: str,
 ) -> Layout:  # fmt: skip
-    letters, names, state = _gated(inputs, parameters, reset, initial, bounds, dim)
+    letters, names, state = _gated(inputs, parameters, reset, initial_state, cu_seqlens, dim)
     return Layout(tuple(letters), (names, state if final else None), "bc")
 
 
 def gated_scan_backward(
-    kind: str, inputs: Any, parameters: Any, reset: Any, initial: Any, bounds: Any, states: Tensor,
-    states_grad: Any, last_grad: Any, dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
+    kind: str, inputs: Any, parameters: Any, reset: Any, initial_state: Any, cu_seqlens: Any,
+    states: Tensor, states_grad: Any, last_grad: Any, dim: int, reverse: bool, backend: str,
+    wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
-    letters, names, state = _gated(inputs, parameters, reset, initial, bounds, dim)
-    letters += [names, _given(states_grad, names), _given(last_grad, state)]
+    letters, names, state = _gated(inputs, parameters, reset, initial_state, cu_seqlens, dim)
+    letters += [names, _optional(states_grad, names), _optional(last_grad, state)]
     results = [*[names for _ in inputs], *["c" for _ in parameters], state]
     there = [
         want and t is not None
-        for t, want in zip([*inputs, *parameters, initial], wanted, strict=True)
+        for t, want in zip([*inputs, *parameters, initial_state], wanted, strict=True)
     ]
     return Layout(tuple(letters), _wanted(results, there), "bc")
 
@@ -169,10 +170,10 @@ def _projection(tensor: Tensor, pairs: bool, whole: dict[str, int]) -> str:
 
 def _selective(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Any, z: Any, delta_bias: Any,
-    initial: Any, bounds: Any,
+    initial_state: Any, cu_seqlens: Any,
 ) -> tuple[list[str], str, dict[str, int]]:  # fmt: skip
     """The letters of all arguments that have a gradient, those of a state, and ``Layout.whole``."""
-    state = "bc." if bounds is None else "b.c."
+    state = "bc." if cu_seqlens is None else "b.c."
     whole: dict[str, int] = {}
     of_B, of_C = (_projection(x, A.is_complex(), whole) for x in (B, C))
     return ["bct", "bct", "c.", of_B, of_C, "c", "bct", "c", state], state, whole
@@ -181,7 +182,7 @@ def _selective(
 def selective_scan(*args: Any) -> Layout:
     *tensors, _, _, _ = args
     letters, state, whole = _selective(*tensors)
-    inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
+    inputs = [_optional(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
     return Layout(tuple(inputs), ("bct", state, _CHECKPOINTS), "bc", whole)
 
 
@@ -194,21 +195,21 @@ def selective_scan_backward(*args: Any) -> Layout:
     checkpoints, _, last_grad, _, _, wanted = others
     letters, state, whole = _selective(*tensors)
     kept = _CHECKPOINTS if checkpoints.dim() == 4 else "."
-    inputs = [_given(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
-    inputs += [kept, "bct", _given(last_grad, state)]
+    inputs = [_optional(t, names) for t, names in zip(tensors, [*letters, "."], strict=True)]
+    inputs += [kept, "bct", _optional(last_grad, state)]
     there = [want and t is not None for t, want in zip(tensors[:9], wanted, strict=True)]
     return Layout(tuple(inputs), _wanted(letters, there), "bc", whole)
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, initial: Any, seq_idx: Any, bounds: Any
+    x: Tensor, weight: Tensor, bias: Any, initial_state: Any, seq_idx: Any, cu_seqlens: Any
 ) -> tuple[list[str | None], str, str]:
-    state = "bc." if bounds is None else ".c."
+    state = "bc." if cu_seqlens is None else ".c."
     letters = [
-        *("bct", "c.", _given(bias, "c"), _given(initial, state)),
-        *(_given(seq_idx, "bt"), _given(bounds, ".")),
+        *("bct", "c.", _optional(bias, "c"), _optional(initial_state, state)),
+        *(_optional(seq_idx, "bt"), _optional(cu_seqlens, ".")),
     ]
-    return letters, state, "bc" if bounds is None else "c"
+    return letters, state, "bc" if cu_seqlens is None else "c"
 
 
 def causal_conv1d(*args: Any) -> Layout:
@@ -220,7 +221,7 @@ def causal_conv1d(*args: Any) -> Layout:
 def causal_conv1d_backward(*args: Any) -> Layout:
     tensors, (_, last_grad, _, _, wanted) = args[:6], args[6:]
     inputs, state, letters = _convolution(*tensors)
-    inputs += ["bct", _given(last_grad, state)]
+    inputs += ["bct", _optional(last_grad, state)]
     return Layout(tuple(inputs), _wanted(("bct", "c.", "c", state), wanted), letters)
 
 

@@ -145,22 +145,24 @@ def _linear_scan(tensors: tuple[Any, ...], group: Any, options: Options) -> Any:
         except Exception as error:
             opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
             raise
-    states, last = scan(members, gates, tokens, initial_state, cu_seqlens, options, "linear_scan")
-    return states if last is None else (states, last)
+    states, final_state = scan(
+        members, gates, tokens, initial_state, cu_seqlens, options, "linear_scan"
+    )
+    return states if final_state is None else (states, final_state)
 
 
 def scan(
     members: Members,
     gates: Any,
     tokens: Any,
-    initial: Any,
+    initial_state: Any,
     cu_seqlens: Any,
     options: Options,
     operator: str,
 ) -> tuple[Tensor, Tensor | None]:
     """The states, and if wanted the final state. Every rank has to call this. ``operator`` names the function that the user
     calls."""
-    tensors = gates, tokens, initial
+    tensors = gates, tokens, initial_state
     prepare = partial(_prepared, members, tensors, cu_seqlens, options, operator)
     return reduce.scan(members, operator, tensors, cu_seqlens, options, prepare)
 
@@ -172,17 +174,17 @@ def _prepared(
     members: Members, every: Any, cu_seqlens: Any, options: Options, operator: str
 ) -> Call:
     """The checked arguments, with the terms that ranks compare."""
-    gates, tokens, initial = every
-    check_tensors(gates, tokens, initial, cu_seqlens)
+    gates, tokens, initial_state = every
+    check_tensors(gates, tokens, initial_state, cu_seqlens)
     gates, tokens, _, _, options = normalised(gates, tokens, None, None, options)
     bounds = None if cu_seqlens is None else parts.host_bounds(cu_seqlens)
     place, compute = options.dim % tokens.dim(), compute_dtype(tokens.dtype)
-    if initial is not None:
+    if initial_state is not None:
         shape = state_shape(tokens.shape, place, None if bounds is None else len(bounds) - 1)
-        check_initial_state(initial, shape, tokens.dtype)
-        initial = initial.to(compute)
-        if not same_shape(initial.shape, shape):
-            initial = initial.expand(shape)
+        check_initial_state(initial_state, shape, tokens.dtype)
+        initial_state = initial_state.to(compute)
+        if not same_shape(initial_state.shape, shape):
+            initial_state = initial_state.expand(shape)
     sizes: list[Any] = [*tokens.shape]
     sizes[place] = "T"
     recording = torch.is_grad_enabled()
@@ -192,17 +194,17 @@ def _prepared(
         ("gates", str(gates.dtype).removeprefix("torch.")),
         ("on", tokens.device.type),
         ("reverse", options.reverse),
-        ("initial_state", "given" if initial is not None else None),
+        ("initial_state", "given" if initial_state is not None else None),
         ("cu_seqlens", None if bounds is None else "given"),
         ("return_final_state", options.final),
         ("gradients", "recorded" if recording else "not recorded"),
     )
-    others = tokens.requires_grad or (initial is not None and initial.requires_grad)
+    others = tokens.requires_grad or (initial_state is not None and initial_state.requires_grad)
     wants = (_GATES * gates.requires_grad + _REST * others) if recording else 0
     digest, spelled = parts.compared(bounds)
     local = tokens.shape[options.dim], wants
     terms = Terms(operator, common, local, digest=digest, spelled=spelled)
-    tensors = gates, tokens, initial
+    tensors = gates, tokens, initial_state
     one_state = state_shape(tokens.shape, place, None)
 
     def run(part: parts.Part, cut: Tensor | None, required: Any) -> Run:
@@ -250,11 +252,11 @@ class Run(reduce.Run):
     def scan(
         self, tensors: Any, entered: Tensor | None, summary: None, wants: int
     ) -> tuple[Tensor, Tensor | None, Tensors]:
-        gates, tokens, initial = tensors
+        gates, tokens, initial_state = tensors
         options = self.options._replace(final=self.final and self.sequences is not None)
-        states, last = local_scan(gates, tokens, entered, self.bounds, options)
-        others = (states, initial, entered) if wants & _GATES else (None, None, None)
-        return states, last, (gates, *others)
+        states, final_state = local_scan(gates, tokens, entered, self.bounds, options)
+        others = (states, initial_state, entered) if wants & _GATES else (None, None, None)
+        return states, final_state, (gates, *others)
 
     def zeros(self, saved: Any) -> Tensor:
         return saved[0].new_zeros((), dtype=self.dtype).expand(self.shape)  # type: ignore[no-any-return]
@@ -282,5 +284,7 @@ class Run(reduce.Run):
         wanted: Any,
         number: int,
     ) -> Tensors:
-        gates, states, initial, _ = saved
-        return differentiable(self, gates, states, initial, out_grad, last_grad, wanted, number)
+        gates, states, initial_state, _ = saved
+        return differentiable(
+            self, gates, states, initial_state, out_grad, last_grad, wanted, number
+        )

@@ -327,8 +327,7 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
         return (terms.local,)
     if isinstance(terms, Exception):
         terms = Terms("a call", ())
-    opening = opening_of(members, terms, device)
-    return opening.exchange(number=terms.number, error=error).local
+    return opening_of(members, terms, device).exchange(number=terms.number, error=error).local
 
 
 def opening_of(

@@ -242,23 +242,23 @@ class Run(ABC):
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         """The output, the final state if it is wanted, and what the backward pass needs for the gradients that this rank
         wants."""
-        part, gathered, initial = self.part, opened.rows, tensors[-1]
-        entered = initial
+        part, gathered, initial_state = self.part, opened.rows, tensors[-1]
+        entered = initial_state
         if part.enters is not None and gathered is not None:
-            before = self.of_sequence(initial, part.enters)
+            before = self.of_sequence(initial_state, part.enters)
             carry = fold(gathered, self._ranks(part.earlier), before, self.one_state)
-            entered = self.with_sequence(initial, part.enters, _own(opened, carry))
-        out, last, saved = self.scan(tensors, entered, opened.summary, wants)
+            entered = self.with_sequence(initial_state, part.enters, _own(opened, carry))
+        out, final_state, saved = self.scan(tensors, entered, opened.summary, wants)
         if not self.final:
             return out, None, saved
         if self.sequences is not None:
-            assert last is not None
-            return out, groups.all_reduce(self.members, self.only(last, part.ends)), saved
+            assert final_state is not None
+            return out, groups.all_reduce(self.members, self.only(final_state, part.ends)), saved
         if gathered is None:  # no batches or no channels
             return out, self.last_grad(None), saved
         everyone = self._ranks(range(self.members.size))
-        last = fold(gathered, everyone, initial, self.one_state)
-        return out, _own(opened, last), saved
+        final_state = fold(gathered, everyone, initial_state, self.one_state)
+        return out, _own(opened, final_state), saved
 
     def backward(
         self,
@@ -297,8 +297,8 @@ class Run(ABC):
         if not any(wanted):
             return (None,) * len(wanted)
         behind = None if behind is None else opened.guarded(behind)
-        *others, initial = self.gradients(saved, out_grad, behind, summary, wanted)
-        return *others, None if initial is None else self.only(initial, part.begins)
+        *others, initial_grad = self.gradients(saved, out_grad, behind, summary, wanted)
+        return *others, None if initial_grad is None else self.only(initial_grad, part.begins)
 
 
 def fold(rows: Tensor, ranks: range, before: Tensor | None, shape: tuple[int, ...]) -> Tensor:
@@ -435,10 +435,10 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: Any, run: Run, opened: Opened, wants: int, *tensors: Any) -> Outputs:
         ctx.run, ctx.number = run, run.members.session.calls
-        out, last, saved = run.forward(tensors, opened, wants)
+        out, final_state, saved = run.forward(tensors, opened, wants)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
-        return out, last
+        return out, final_state
 
     @staticmethod
     def backward(ctx: Any, out_grad: Tensor | None, last_grad: Tensor | None) -> Any:

@@ -149,8 +149,8 @@ def _selective_scan(
     options = softplus, final, backend
     prepare = partial(_prepared, members, tensors, cu_seqlens, *options)
     name = "selective_scan"
-    out, last = reduce.scan(members, name, tensors, cu_seqlens, options, prepare, _converted)
-    return out if last is None else (out, last)
+    out, final_state = reduce.scan(members, name, tensors, cu_seqlens, options, prepare, _converted)
+    return out if final_state is None else (out, final_state)
 
 
 # --- Arguments --------------------------------------------------------------------------------
@@ -173,15 +173,15 @@ def _prepared(
 ) -> Call:
     """The checked arguments, with the terms that ranks compare."""
     as_bool("return_final_state", final)
-    u, delta, A, B, C, D, z, delta_bias, initial = every
+    u, delta, A, B, C, D, z, delta_bias, initial_state = every
     arguments = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
     bounds = None
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
         bounds = parts.host_bounds(cu_seqlens)
-    if initial is not None:
-        arguments = arguments._replace(initial_state=_initial(initial, arguments, bounds))
+    if initial_state is not None:
+        arguments = arguments._replace(initial_state=_initial(initial_state, arguments, bounds))
     terms, tensors = _terms(arguments, softplus, bounds, final), arguments.differentiable
     u, A = arguments.u, arguments.A
     state = u.shape[0], *A.shape
@@ -227,26 +227,26 @@ def _terms(
     return Terms("selective_scan", common, (u.shape[-1], int(wants)), 0, digest, spelled)
 
 
-def _initial(initial: Any, arguments: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
+def _initial(initial_state: Any, arguments: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
     state = reference.state_dtype(arguments.u.dtype, arguments.A.dtype)
-    if not isinstance(initial, Tensor):
-        raise TypeError(f"initial_state must be a torch.Tensor, not {type(initial).__name__}")
+    if not isinstance(initial_state, Tensor):
+        raise TypeError(f"initial_state must be a torch.Tensor, not {type(initial_state).__name__}")
     between = () if bounds is None else (len(bounds) - 1,)
     shape = (arguments.u.shape[0], *between, *arguments.A.shape)
-    if tuple(initial.shape) != shape:
+    if tuple(initial_state.shape) != shape:
         raise ValueError(
-            f"initial_state has shape {tuple(initial.shape)}; for u of shape {tuple(arguments.u.shape)} and "
+            f"initial_state has shape {tuple(initial_state.shape)}; for u of shape {tuple(arguments.u.shape)} and "
             f"{arguments.A.shape[1]} states it must be {shape}"
         )
-    if initial.device != arguments.u.device:
+    if initial_state.device != arguments.u.device:
         raise ValueError(
-            f"initial_state is on {initial.device}, u on {arguments.u.device}; they must be on one device"
+            f"initial_state is on {initial_state.device}, u on {arguments.u.device}; they must be on one device"
         )
-    if initial.is_complex() and not state.is_complex:
+    if initial_state.is_complex() and not state.is_complex:
         raise TypeError(
-            f"initial_state has dtype {initial.dtype}, which does not go with states of {state}"
+            f"initial_state has dtype {initial_state.dtype}, which does not go with states of {state}"
         )
-    return initial.to(state)
+    return initial_state.to(state)
 
 
 # --- Passes -----------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Run(reduce.Run):
 
 def _steps(arguments: Arguments, steps: parts.Steps | None) -> Arguments:
     """The arguments of a range of steps, of one sequence; all steps for None."""
-    u, delta, A, B, C, D, z, bias, initial, _ = arguments
+    u, delta, A, B, C, D, z, bias, initial_state, _ = arguments
     if steps is None:
         return arguments._replace(cu_seqlens=None)
     begin, end = steps
@@ -360,7 +360,7 @@ def _steps(arguments: Arguments, steps: parts.Steps | None) -> Arguments:
     )  # complex numbers are pairs along time
     B, C = (_cut(x, pairs) if x.dim() == 4 else x for x in (B, C))
     u, delta, z = (_cut(x, steps) for x in (u, delta, z))
-    return Arguments(u, delta, A, B, C, D, z, bias, initial, None)
+    return Arguments(u, delta, A, B, C, D, z, bias, initial_state, None)
 
 
 def _cut(x: Any, steps: parts.Steps | None) -> Any:

@@ -160,11 +160,11 @@ def _gated_times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | N
 
 
 def _gated(tensors: Sequence[Any], options: Sequence[Any]) -> Layout:
-    *inputs, initial, bounds, reset = tensors
+    *inputs, initial_state, cu_seqlens, reset = tensors
     kind, *others = options
     count = len(KINDS[kind].inputs)
     parts = inputs[:count], inputs[count:]
-    layout = layouts.gated_scan(kind, *parts, reset, initial, bounds, *others)
+    layout = layouts.gated_scan(kind, *parts, reset, initial_state, cu_seqlens, *others)
     *letters, of_reset, of_initial, of_bounds = layout.inputs
     return layout._replace(inputs=(*letters, of_initial, of_bounds, of_reset))
 
