@@ -58,16 +58,16 @@ def causal_conv1d_fn(
     if not return_final_states:
         y: Tensor = causal_conv1d(x, weight, bias, **options)
         return y
-    y, last = causal_conv1d(x, weight, bias, return_final_state=True, **options)
+    y, final_state = causal_conv1d(x, weight, bias, return_final_state=True, **options)
     if final_states_out is None:
-        return y, last
+        return y, final_state
     check_dense("final_states_out", final_states_out)
-    if final_states_out.shape != last.shape:
+    if final_states_out.shape != final_state.shape:
         raise ValueError(
             f"final_states_out has shape {tuple(final_states_out.shape)}; it must be "
-            f"(batch, channels, width - 1), here {tuple(last.shape)}"
+            f"(batch, channels, width - 1), here {tuple(final_state.shape)}"
         )
-    return y, final_states_out.copy_(last)
+    return y, final_states_out.copy_(final_state)
 
 
 def causal_conv1d_update(

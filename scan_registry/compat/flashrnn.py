@@ -218,15 +218,15 @@ def flashrnn(
     recurrent = _arranged("R", R, config, "recurrent_shape", config.dtype_r)
     bias = _arranged("b", b, config, "bias_shape", config.dtype_b)
     if states is None:
-        start = _initial(inputs, config)
+        initial_state = _initial(inputs, config)
     else:
-        start = _arranged("states", states, config, "output_shape", config.dtype_s)
+        initial_state = _arranged("states", states, config, "output_shape", config.dtype_s)
     _check_sizes(inputs, config)
-    every, last = rnn(
+    every, final_state = rnn(
         inputs,
         recurrent,
         bias,
-        start,
+        initial_state,
         function=config.function,  # type: ignore[arg-type]
         backend=BACKENDS[config.backend] if Wx.is_cuda else "auto",
         gradient_recurrent_cut=config.gradient_recurrent_cut,
@@ -234,8 +234,8 @@ def flashrnn(
         forward_clipval=config.forward_clipval,
     )
     order = [SHAPES["output_shape"].index(letter) for letter in config.output_shape]
-    every, last = (output.to(config.torch_dtype_s).permute(order) for output in (every, last))
-    return every, last
+    every, final_state = (t.to(config.torch_dtype_s).permute(order) for t in (every, final_state))
+    return every, final_state
 
 
 def _known(name: str, value: Any, accepted: Sequence[str]) -> None:

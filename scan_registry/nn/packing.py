@@ -17,14 +17,14 @@ class Packing(NamedTuple):
     """The orders of steps of a ``PackedSequence``. "In a row" means one sequence after the other, in the order
     in which the data have the sequences. All tensors but ``bounds`` are on the device of the data.
 
-    bounds   (sequences + 1,), on the CPU: where sequences begin in a row, and where the last one ends
-    order    (steps,): for each step in a row, its place in the data
-    back     (steps,): for each step of the data, its place in a row
-    turned   (steps,): places in a row, with the steps of each sequence reversed
-    ends     (steps,), bool: True at the last step of each sequence in a row
+    cu_seqlens  (sequences + 1,), on the CPU: where sequences begin in a row, and where the last one ends
+    order       (steps,): for each step in a row, its place in the data
+    back        (steps,): for each step of the data, its place in a row
+    turned      (steps,): places in a row, with the steps of each sequence reversed
+    ends        (steps,), bool: True at the last step of each sequence in a row
     """
 
-    bounds: Tensor
+    cu_seqlens: Tensor
     order: Tensor
     back: Tensor
     turned: Tensor
@@ -36,15 +36,14 @@ class Packing(NamedTuple):
         sizes, device = packed.batch_sizes, packed.data.device
         sequences = torch.arange(int(sizes[0]), device=sizes.device)
         lengths = (sizes.unsqueeze(1) > sequences).sum(0)
-        bounds = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        begin, sequence = (t.repeat_interleave(lengths) for t in (bounds[:-1], sequences))
-        steps = torch.arange(int(bounds[-1]), device=sizes.device)
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        begin, sequence = (t.repeat_interleave(lengths) for t in (cu_seqlens[:-1], sequences))
+        steps = torch.arange(int(cu_seqlens[-1]), device=sizes.device)
         within = steps - begin
         order = (sizes.cumsum(0) - sizes)[within] + sequence
         turned = begin + lengths[sequence] - 1 - within
         ends = within == lengths[sequence] - 1
-        tensors = order, order.argsort(), turned, ends
-        return cls(bounds, *(t.to(device) for t in tensors))
+        return cls(cu_seqlens, *(t.to(device) for t in (order, order.argsort(), turned, ends)))
 
 
 class Resets(NamedTuple):

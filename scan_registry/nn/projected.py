@@ -62,8 +62,7 @@ def _torch_computes(module: Recurrent[Any], x: Tensor) -> bool:
 def _exporting() -> bool:
     """Whether torch.export traces the call. torch 2.6 has no function for that; is_compiling is true there in an export
     that Dynamo does not trace, and in no other call that Dynamo does not trace."""
-    known = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
-    return bool(known())
+    return bool(getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)())
 
 
 def _zeros(module: Recurrent[Any], x: Tensor, sizes: Tensor | None) -> States:
@@ -90,8 +89,8 @@ def _layers(
     rows = [int(shape[1])] * int(shape[0])
     if marks is not None:
         marks = marks.transpose(0, time).flatten(0, 1)
-    h, last = _packed_layers(module, x.flatten(0, 1), weights, states, rows, marks, anew)
-    return h.unflatten(0, shape).transpose(0, time), last
+    h, final_state = _packed_layers(module, x.flatten(0, 1), weights, states, rows, marks, anew)
+    return h.unflatten(0, shape).transpose(0, time), final_state
 
 
 def _packed_layers(
@@ -118,11 +117,11 @@ def _packed_layers(
             k = len(ends)
             initial_state = states[0][k], states[1][k]
             again = None if anew is None else (anew[0][k], anew[1][k])
-            out, last = _direction(
+            out, final_state = _direction(
                 *(x, rows, own, initial_state, resets[backwards], again, bool(backwards))
             )
             outs.append(out)
-            ends.append(last)
+            ends.append(final_state)
         x = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
     return x, [torch.stack(state) for state in zip(*ends, strict=True)]
 
@@ -143,7 +142,7 @@ def _direction(
     x: Tensor,
     rows: list[int],
     weights: list[Any],
-    start: tuple[Tensor, Tensor],
+    initial_state: tuple[Tensor, Tensor],
     marks: list[Tensor] | None,
     anew: tuple[Tensor, Tensor] | None,
     backwards: bool,
@@ -159,9 +158,9 @@ def _direction(
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         return linear(o.sigmoid() * c.tanh(), projection), c
 
-    h, c = start
-    if not rows:
-        return step(inputs, h[:0], c[:0])[0], start  # of no step, with gradients all the same
+    h, c = initial_state
+    if not rows:  # of no step, with gradients all the same
+        return step(inputs, h[:0], c[:0])[0], initial_state
     parts = inputs.split(rows)
     outs = [h] * len(rows)
     for at in reversed(range(len(rows))) if backwards else range(len(rows)):

@@ -167,17 +167,17 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             return self._projected(input, states, reset, reset_hx)
         steps = x.shape[0], x.shape[0] * x.shape[1]
         if reset is None and torch_cells.takes(self, input, steps):
-            out, last = torch_cells.run(self, x, states, first=False)
+            out, final_state = torch_cells.run(self, x, states, first=False)
         else:
             resets = None
             if reset is not None:
                 anew = checks.states_of(self, reset_hx, input, batch, "reset_hx")
                 marks = reset.unsqueeze(0) if batch is None else reset if first else reset.t()
                 resets = self._resets(marks.contiguous(), None, batched(anew, batch))
-            out, last = self._layers(x, states, None, resets, tried and batch is not None)
+            out, final_state = self._layers(x, states, None, resets, tried and batch is not None)
         if batch is None:
-            out, last = out.squeeze(1), [state.squeeze(1) for state in last]
-        return out.transpose(0, 1) if first else out, as_given(last)
+            out, final_state = out.squeeze(1), [state.squeeze(1) for state in final_state]
+        return out.transpose(0, 1) if first else out, as_given(final_state)
 
     def _projected(
         self, input: Tensor, states: States | None, reset: Any, reset_hx: Any
@@ -189,10 +189,10 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         x, marks = (
             t if t is None or batch is not None else t.unsqueeze(at) for t in (input, reset)
         )
-        out, last = projected.run(self, x, states, None, marks, anew)
+        out, final_state = projected.run(self, x, states, None, marks, anew)
         if batch is None:
-            return out.squeeze(at), as_given([state.squeeze(1) for state in last])
-        return out, as_given(last)
+            return out.squeeze(at), as_given([state.squeeze(1) for state in final_state])
+        return out, as_given(final_state)
 
     def _at_once(self, x: Tensor, hx: Any, reset: Any) -> tuple[Any, Any] | None:
         """The results of one layer of one direction, of which a plan knows that all tensors are as they should be. None if
@@ -213,8 +213,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         results = fast_layer(self._cell, (x, *self._tensors(0), reset, *states), first)
         if results is None:
             return None
-        out, last = results
-        return out.transpose(0, 1) if first else out, as_given(last)
+        out, final_state = results
+        return out.transpose(0, 1) if first else out, as_given(final_state)
 
     def _packed(
         self, packed: PackedSequence, hx: Any, reset: Any, reset_hx: Any
@@ -233,14 +233,14 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             )
         if self.proj_size:
             marks = None if reset is None else reset.data
-            data, last = projected.run(self, x, states, packed.batch_sizes, marks, anew)
+            data, final_state = projected.run(self, x, states, packed.batch_sizes, marks, anew)
         elif reset is None and torch_cells.takes(self, x, (packed.batch_sizes.numel(), x.shape[0])):
-            data, last = torch_cells.run(self, x, states, packed.batch_sizes)
+            data, final_state = torch_cells.run(self, x, states, packed.batch_sizes)
         else:
-            data, last = self._sequences(packed, states, reset, anew)
+            data, final_state = self._sequences(packed, states, reset, anew)
         if inverse is not None:
-            last = [state.index_select(1, inverse) for state in last]
-        return PackedSequence(data, packed.batch_sizes, order, inverse), as_given(last)
+            final_state = [state.index_select(1, inverse) for state in final_state]
+        return PackedSequence(data, packed.batch_sizes, order, inverse), as_given(final_state)
 
     def _sequences(
         self,
@@ -256,8 +256,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             marks = reset.data.index_select(0, packing.order).unsqueeze(0)
             resets = self._resets(marks, packing, anew)
         x = packed.data.index_select(0, packing.order).unsqueeze(1)
-        out, last = self._layers(x, states, packing, resets)
-        return out.squeeze(1).index_select(0, packing.back), last
+        out, final_state = self._layers(x, states, packing, resets)
+        return out.squeeze(1).index_select(0, packing.back), final_state
 
     def _traced(self, input: Any, hx: Any, reset: Any, reset_hx: Any) -> Any:
         """A call of this module in the graph that torch.fx makes: as torch.nn's, it is traced no further."""
@@ -295,21 +295,21 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             if layer and self.dropout:
                 x = dropout(x, self.dropout, self.training)
             rows = slice(layer * self._directions, (layer + 1) * self._directions)
-            before = None if states is None else [state[rows] for state in states]
+            layer_states = None if states is None else [state[rows] for state in states]
             whole = None
             if packing is None and not tried:
-                whole = self._fast_layer(layer, x, before, resets)
+                whole = self._fast_layer(layer, x, layer_states, resets)
                 if whole is not None and self.num_layers == 1:
                     return whole
             own = resets
             if resets is not None and resets.states is not None:
                 own = resets._replace(states=[state[rows] for state in resets.states])
-            x, last = whole or self._layer(layer, x, before, packing, own)
-            ends.append(last)
+            x, final_state = whole or self._layer(layer, x, layer_states, packing, own)
+            ends.append(final_state)
         return x, [torch.cat(state) for state in zip(*ends, strict=True)]
 
     def _fast_layer(
-        self, layer: int, x: Tensor, before: States | None, resets: Resets | None
+        self, layer: int, x: Tensor, states: States | None, resets: Resets | None
     ) -> tuple[Tensor, States] | None:
         """One layer of one direction as one function of autograd; None if ``_layer`` has to compute it."""
         if self.bidirectional or not on_gpu(x) or torch.compiler.is_compiling():
@@ -317,7 +317,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         if resets is not None and resets.states is not None:
             return None
         marks = None if resets is None else resets.marks
-        return fast_layer(self._cell, (x, *self._tensors(layer), marks, *(before or ())))
+        return fast_layer(self._cell, (x, *self._tensors(layer), marks, *(states or ())))
 
     @property
     def _cell(self) -> Cell:
@@ -336,7 +336,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         self,
         layer: int,
         x: Tensor,
-        before: States | None,
+        states: States | None,
         packing: Packing | None,
         resets: Resets | None,
     ) -> tuple[Tensor, States]:
@@ -352,23 +352,23 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             )
             for number, weight in enumerate(weights)
         ]
-        lead = (batch, 1) if packing is None else (1, packing.bounds.shape[0] - 1)
-        initial = None if before is None else by_heads(before, lead, dim)
+        lead = (batch, 1) if packing is None else (1, packing.cu_seqlens.shape[0] - 1)
+        initial_state = None if states is None else by_heads(states, lead, dim)
         if resets is None:
-            every, last = self._heads(inputs, weights, initial, packing)
+            every, final_state = self._heads(inputs, weights, initial_state, packing)
         else:
             anew = None if resets.states is None else by_heads(resets.states, lead, dim)
             directions = []
             for k, marks in enumerate((resets.marks, resets.turned)[: self._directions]):
                 start, restart = (
                     t if t is None else t.narrow(3, k * self.num_heads, self.num_heads)
-                    for t in (initial, anew)
+                    for t in (initial_state, anew)
                 )
                 own = [inputs[k]], [weights[k]]
                 directions.append(self._heads(*own, start, packing, marks, restart))
-            every, last = (joined([*parts], 3) for parts in zip(*directions, strict=True))
+            every, final_state = (joined([*parts], 3) for parts in zip(*directions, strict=True))
         h = every[0].transpose(0, 1).unflatten(2, (self._directions, self.num_heads)).flatten(3)
-        ends = last.flatten(1, 2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
+        ends = final_state.flatten(1, 2).unflatten(2, (self._directions, self.num_heads)).flatten(3)
         parts = [_flipped(h[:, :, k], packing) if k else h[:, :, k] for k in range(h.shape[2])]
         return joined(parts, 2).contiguous(), [state.transpose(0, 1) for state in ends]
 
@@ -376,7 +376,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         self,
         inputs: list[Tensor],
         weights: list[_Weights],
-        initial: Tensor | None,
+        initial_state: Tensor | None,
         packing: Packing | None,
         reset: Tensor | None = None,
         reset_states: Tensor | None = None,
@@ -388,10 +388,10 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             joined([weight.bias for weight in weights if weight.bias is not None], 1)
             if self.bias
             else None,
-            initial,
+            initial_state,
             function=self.function,
             backend=self.backend,
-            cu_seqlens=None if packing is None else packing.bounds,
+            cu_seqlens=None if packing is None else packing.cu_seqlens,
             reset=reset,
             reset_states=reset_states,
         )

@@ -116,8 +116,8 @@ class S5SSM(nn.Module):
         """The output, and the final state if ``scan`` returns one."""
         decays, scale = self.discretised(step_scale)
         tokens = self.inputs(x, scale)
-        states, last = scan(decays.to(tokens.dtype), tokens)
-        return self.outputs(states, x), last
+        states, final_state = scan(decays.to(tokens.dtype), tokens)
+        return self.outputs(states, x), final_state
 
     def inputs(self, x: Tensor, scale: Tensor) -> Tensor:
         """scale · (B x), (..., states)."""
@@ -342,11 +342,11 @@ class S5(ScanLayer):
             results: list[Any] = [linear_scan(decays, tokens, **way) for way in ways]
             if not how["return_final_state"]:
                 return results, None
-            states, last = zip(*results, strict=True)
-            return [*states], torch.cat(last, -1)
+            states, final_state = zip(*results, strict=True)
+            return [*states], torch.cat(final_state, -1)
 
-        y, last = self.seq(x, scale, scan)
-        return y if last is None else (y, last)
+        y, final_state = self.seq(x, scale, scan)
+        return y if final_state is None else (y, final_state)
 
     def _halves(self, state: Any) -> Any:
         """An initial state that has both scans' numbers in its last dimension, though it may broadcast there."""

@@ -116,7 +116,7 @@ def run(
     )
     call = _CALLS[module.function]
     if sizes is None:
-        h, *last = call(x, initial_state, *common, first)
+        h, *final_state = call(x, initial_state, *common, first)
     else:
-        h, *last = call(x, sizes, initial_state, *common)
-    return h, last
+        h, *final_state = call(x, sizes, initial_state, *common)
+    return h, final_state

@@ -53,8 +53,7 @@ def register(schema: str, module: str, functions: Mapping[str, str]) -> Any:
             # "Meta" rather than torch.library.register_fake, which is slow: it inspects the call stack.
             library.impl(name, _exported(name, key, _named(library, module, function)), key)
         elif key == "FuncTorchBatched":
-            rule = _mapping(name, _named(library, module, function))
-            library.impl(name, rule, key)
+            library.impl(name, _mapping(name, _named(library, module, function)), key)
         else:
             library.impl(name, _named(library, module, function), key)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

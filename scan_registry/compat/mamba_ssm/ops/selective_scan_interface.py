@@ -206,24 +206,9 @@ def mamba_inner_fn(
         raise ValueError(f"checkpoint_lvl is {checkpoint_lvl!r}; accepted are 0 and 1")
     norms = Norms(b_rms_weight, c_rms_weight, dt_rms_weight, b_c_dt_rms_eps)
     return _inner(
-        xz,
-        conv1d_weight,
-        conv1d_bias,
-        x_proj_weight,
-        delta_proj_weight,
-        out_proj_weight,
-        out_proj_bias,
-        A,
-        B,
-        C,
-        D,
-        delta_bias,
-        B_proj_bias,
-        C_proj_bias,
-        delta_softplus,
-        norms,
-        "auto",
-    )
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias,
+        A, B, C, D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, norms, "auto",
+    )  # fmt: skip
 
 
 def mamba_inner_ref(
@@ -245,24 +230,9 @@ def mamba_inner_ref(
 ) -> Tensor:
     """``mamba_inner_fn`` in plain torch, without norms. ``delta_softplus=False`` is heeded, which the original does not."""
     return _inner(
-        xz,
-        conv1d_weight,
-        conv1d_bias,
-        x_proj_weight,
-        delta_proj_weight,
-        out_proj_weight,
-        out_proj_bias,
-        A,
-        B,
-        C,
-        D,
-        delta_bias,
-        B_proj_bias,
-        C_proj_bias,
-        delta_softplus,
-        Norms(),
-        "reference",
-    )
+        xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias,
+        A, B, C, D, delta_bias, B_proj_bias, C_proj_bias, delta_softplus, Norms(), "reference",
+    )  # fmt: skip
 
 
 def _inner(
