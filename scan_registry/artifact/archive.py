@@ -124,15 +124,15 @@ def write(
 
 #: The number of the chunk that a binary is in, and the offset there, by these names.
 Place = Mapping[str, int]
-Each = TypeVar("Each")
+Item = TypeVar("Item")
 Said = TypeVar("Said")
 
 
 def _grouped(
-    listed: Iterable[Each], key: Callable[[Each], str]
-) -> Iterable[tuple[str, Sequence[Each]]]:
+    listed: Iterable[Item], key: Callable[[Item], str]
+) -> Iterable[tuple[str, Sequence[Item]]]:
     """The items grouped by key, in order of first appearance."""
-    groups: dict[str, list[Each]] = {}
+    groups: dict[str, list[Item]] = {}
     for item in listed:
         groups.setdefault(key(item), []).append(item)
     return groups.items()

@@ -97,9 +97,9 @@ else:
             raise ValueError("dataclasses.dataclass makes classes that are not frozen")
         methods = _METHODS | _ORDER if order else _METHODS
 
-        def made(cls):
+        def decorated(cls):
             for name, method in methods.items():
                 setattr(cls, name, method)
             return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
 
-        return made
+        return decorated

@@ -117,8 +117,7 @@ class GroupBench:
 
     def run(self, case: Case) -> None:
         """Time the passes of a case."""
-        steps = even(case.time, self.ranks)
-        part = Part(replace(case, time=steps[self.rank]), self.device)
+        part = Part(replace(case, time=even(case.time, self.ranks)[self.rank]), self.device)
         whole = self._whole(case)
         for direction in self.passes:
             calls: dict[str, Call | None] = {COPY: part.copy()} if direction == "forward" else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -135,7 +135,7 @@ def selftest(
     left_out = {} if skipped is None else skipped
     for number, family in enumerate(families().values(), 1):
         start = f"selftest: {family.name}, family {number} of {len(families())}"
-        progress = partial(_told, tell, start)
+        progress = partial(_tell_dtype, tell, start)
         if not (family.folder / "cases.py").is_file():
             left_out[family.name] = "it has no cases.py, which makes problems and their references"
         elif device.type == CPU:
@@ -144,7 +144,7 @@ def selftest(
             yield from _on_gpu(family, device.index or 0, dtype, left_out, progress)
 
 
-def _told(tell: Callable[[str], object], start: str, dtype: str) -> None:
+def _tell_dtype(tell: Callable[[str], object], start: str, dtype: str) -> None:
     tell(f"{start}, {dtype}")
 
 
@@ -253,7 +253,7 @@ def _on_cpu(
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
         compiled = family.compiled_for_cpu(dtype)
         shapes = cases.QUICK if compiled else cases.QUICK[:2]
-        shapes = tuple(shape for shape in shapes if _elements(shape) <= _MOST_ON_CPU)
+        shapes = tuple(s for s in shapes if (s if isinstance(s, int) else prod(s)) <= _MOST_ON_CPU)
         with _one_thread() as all_threads:
             for trial in cases.trials(dtype, shapes, CPU):
                 for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
@@ -279,10 +279,6 @@ def _on_cpu(
                 error=max(kernel_errors),
                 tolerance=tolerance,
             )
-
-
-def _elements(shape: int | Sequence[int]) -> int:
-    return shape if isinstance(shape, int) else prod(shape)
 
 
 @contextmanager

@@ -383,11 +383,11 @@ class _Group:
                 machine |= not target.is_ptx
             elif machine and not target.is_ptx:
                 continue
-            elif self._above(nearest_tier(target, device)) and self._held(target):
+            elif self._above(nearest_tier(target, device)) and self._is_served(target):
                 machine |= not target.is_ptx
                 yield wheel_for(target, device)
 
-    def _held(self, target: Target) -> bool:
+    def _is_served(self, target: Target) -> bool:
         """Whether a wheel for the target holds what solves one of the samples."""
         return any(
             holds(target, family, sample.problem, self.backend) for family, sample in self.samples

@@ -225,8 +225,7 @@ def rebuild(rows: Iterable[Row], workers: int) -> Iterator[Comparison]:
     here, comparable = jit.toolchains(), []
     for archive, binary in rows:
         if reason := _obstacle(archive, binary, here):
-            other = not _is_here(binary, here)
-            install = requirement(binary.compiler) if other else None
+            install = None if _is_here(binary, here) else requirement(binary.compiler)
             yield Comparison(archive, binary, "not comparable", reason, install=install)
         else:
             comparable.append((archive, binary))

@@ -263,12 +263,12 @@ def checked(
 ) -> Candidate | Rejected:
     """The candidate with all that is known of it, or why it cannot or may not solve the problem here."""
     try:
-        filled = _filled(system, problem, candidate)
+        completed = _filled(system, problem, candidate)
     except ArchiveError as error:
         return Rejected(candidate.subject, str(error), damaged=True)
-    if isinstance(filled, str):
-        return Rejected(candidate.subject, filled)
-    return admitted(system, filled, lowest)
+    if isinstance(completed, str):
+        return Rejected(candidate.subject, completed)
+    return admitted(system, completed, lowest)
 
 
 def admitted(system: System, candidate: Candidate, lowest: Tier) -> Candidate | Rejected:

@@ -160,8 +160,7 @@ class CaptureError(RuntimeError):
 def _current(ordinal: int) -> Iterator[ctypes.CDLL]:
     """The driver, with the device's primary context current in this thread."""
     driver, previous = library(), c_void_p()
-    pushed = driver.cuCtxPushCurrent_v2(c_void_p(primary_context(ordinal)))
-    _check("cuCtxPushCurrent", pushed)
+    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent_v2(c_void_p(primary_context(ordinal))))
     try:
         yield driver
     finally:

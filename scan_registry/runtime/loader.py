@@ -106,7 +106,7 @@ class Plan:
 
 _functions: dict[tuple[int, str, str], int] = {}
 _failed: dict[int, dict[Key, str]] = {}
-_told: set[object] = set()
+_warned: set[object] = set()
 _lock = threading.RLock()
 
 
@@ -307,8 +307,8 @@ def _bind(
 
 def _tell(key: object, text: str) -> None:
     """Warn, once per process and key."""
-    if key not in _told:
-        _told.add(key)
+    if key not in _warned:
+        _warned.add(key)
         warnings.warn(text, FallbackWarning, stacklevel=2)
 
 
@@ -330,7 +330,7 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     import torch
 
     there, key = decision.system.device, (decision.problem.kernel, Tier.REFERENCE)
-    if there is None or decision.backend == "reference" or key in _told:
+    if there is None or decision.backend == "reference" or key in _warned:
         return run()
     if torch.cuda.is_current_stream_capturing():
         return run()
