@@ -42,6 +42,12 @@ class Arguments(NamedTuple):
     seq_idx: Tensor | None
     cu_seqlens: Tensor | None
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Of the states before and after: one for each batch, or for each packed sequence."""
+        rows = self.x.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        return rows, self.x.shape[1], self.weight.shape[1] - 1
+
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -162,8 +168,8 @@ def normalised(
         check_tensor("initial_state", initial_state, ACCEPTED, x)
         check_shape("initial_state", initial_state, (rows, channels, weight.shape[1] - 1), meaning)
         initial_state = initial_state.to(x.dtype).contiguous()
-    given = Arguments(x, weight, bias, initial_state, seq_idx, cu_seqlens)
-    return given, Options(silu, final, backend)
+    arguments = Arguments(x, weight, bias, initial_state, seq_idx, cu_seqlens)
+    return arguments, Options(silu, final, backend)
 
 
 def _as_int32(seq_idx: Tensor) -> Tensor:
@@ -229,17 +235,17 @@ def update_arguments(
         )
     refuse_expanded("conv_state", conv_state)
     numbered = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
-    found: list[Tensor | None] = []
+    numbered_as_int32: list[Tensor | None] = []
     for name, value in numbered.items():
         if value is None:
-            found.append(None)
+            numbered_as_int32.append(None)
             continue
         check_tensor(name, value, _INTEGERS, x)
         check_shape(name, value, (batch,), "(batch,)")
         # Below zero and beyond int32 there is no row; the conversion must not make one of them.
         rows = name == "conv_state_indices" and value.dtype == torch.int64
         narrowed = value.clamp(-1, 2**31 - 1) if rows else value
-        found.append(narrowed.to(torch.int32).contiguous())
+        numbered_as_int32.append(narrowed.to(torch.int32).contiguous())
     steps = x if x.dim() == 3 else x.unsqueeze(-1)
-    given = UpdateArguments(steps, conv_state, weight.contiguous(), bias, *found)
-    return given, Options(silu, False, backend)
+    arguments = UpdateArguments(steps, conv_state, weight.contiguous(), bias, *numbered_as_int32)
+    return arguments, Options(silu, False, backend)

@@ -54,9 +54,9 @@ class _Derivatives(Derivatives):
         return plans.forward(Arguments(*tensors), options)
 
     def empty(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
-        given = Arguments(*tensors)
-        last = given.x.new_empty(plans.state_shape(given)) if options.final else None
-        return torch.empty_like(given.x), last
+        arguments = Arguments(*tensors)
+        last = arguments.x.new_empty(arguments.state_shape) if options.final else None
+        return torch.empty_like(arguments.x), last
 
     def composed(self, tensors: Tensors, options: Options) -> Outputs:
         x, weight, bias, state, seq_idx, bounds = tensors
@@ -79,19 +79,19 @@ class _Derivatives(Derivatives):
 
     def empty_gradients(self, back: Pass) -> Gradients:
         x, weight, *_ = back.saved
-        made = (
+        grads = (
             torch.empty_like(x),
             weight.new_empty(weight.shape),
             weight.new_empty(weight.shape[0]),
-            x.new_empty(plans.state_shape(Arguments(*back.saved))),
+            x.new_empty(Arguments(*back.saved).state_shape),
         )
-        return tuple(each if want else None for each, want in zip(made, back.wanted, strict=True))
+        return tuple(grad if want else None for grad, want in zip(grads, back.wanted, strict=True))
 
     def composed_backward(self, back: Pass) -> Gradients:
         x, weight, bias, state, seq_idx, bounds = back.saved
         runs, grads = reference.Runs(seq_idx, bounds), (back.grads[0], back.grads[1])
-        found = reference.backward(x, weight, bias, state, *grads, runs, back.options.silu)
-        return plans.narrowed(Arguments(*back.saved), found, back.wanted)
+        gradients = reference.backward(x, weight, bias, state, *grads, runs, back.options.silu)
+        return plans.narrowed(Arguments(*back.saved), gradients, back.wanted)
 
     def backward_joined(self, back: Pass) -> Tensors:
         silu, _, backend = back.options
@@ -109,26 +109,26 @@ OPERATOR = _Derivatives()
 def call(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Outputs:
     """y, and the final state if it is asked for, of the public function's arguments as they are given; differentiable."""
     if not _is_dynamo_compiling() and unwatched():
-        made = _fast_call(tensors, request)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
+        outputs = _fast_call(tensors, request)
+        if outputs is not None:
+            return outputs  # type: ignore[no-any-return]
     if (sharded := call_sharded("causal_conv1d", tensors, request)) is not None:
         return sharded  # type: ignore[no-any-return]
     return convolve(*normalised(*tensors, *request))
 
 
-def convolve(given: Arguments, options: Options) -> Outputs:
+def convolve(arguments: Arguments, options: Options) -> Outputs:
     """Likewise, of ``normalised`` arguments."""
-    return OPERATOR(given, options)  # type: ignore[no-any-return]
+    return OPERATOR(arguments, options)  # type: ignore[no-any-return]
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., Any] | None:
     """None for a call whose arguments are converted, or whose values are checked in every call."""
-    given, how = normalised(*tensors, *options)
-    packed = given.cu_seqlens is not None
-    if any(one is not other for one, other in zip(given, tensors, strict=True)):
+    arguments, how = normalised(*tensors, *options)
+    packed = arguments.cu_seqlens is not None
+    if any(one is not other for one, other in zip(arguments, tensors, strict=True)):
         return None
-    if packed and not given.x.is_cuda:
+    if packed and not arguments.x.is_cuda:
         return None
     with torch.no_grad():
         run = plans.plan_forward(*tensors, how)
@@ -158,32 +158,31 @@ OPERATOR.register(
 def call_update(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Tensor:
     """y of the public function's arguments as they are given; the state is changed in place."""
     if not _is_dynamo_compiling() and unwatched():
-        made: Tensor | None = _fast_update(tensors, request)
-        if made is not None:
+        y: Tensor | None = _fast_update(tensors, request)
+        if y is not None:
             increment_version(tensors[1])
-            return made
+            return y
     y = update(*update_arguments(*tensors, *request))
     return y.squeeze(-1) if tensors[0].dim() == 2 else y
 
 
-def update(given: UpdateArguments, options: Options) -> Tensor:
+def update(arguments: UpdateArguments, options: Options) -> Tensor:
     """Likewise, of ``update_arguments``."""
-    if not _is_compiling() and unobserved(*given):
-        y = plans.update(given, options)
-        increment_version(given.state)
+    if not _is_compiling() and unobserved(*arguments):
+        y = plans.update(arguments, options)
+        increment_version(arguments.state)
         return y
     if not _is_compiling():
         flops.announce()
-        refuse_mapped("causal_conv1d_update", "conv_state", *given)
-    found: Tensor = _update_op(*given, options.silu, options.backend)
-    return found
+        refuse_mapped("causal_conv1d_update", "conv_state", *arguments)
+    return _update_op(*arguments, options.silu, options.backend)  # type: ignore[no-any-return]
 
 
 def _plan_update(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., Any] | None:
-    given, how = update_arguments(*tensors, *options)
-    if recorded or any(one is not two for one, two in zip(given[1:], tensors[1:], strict=True)):
+    arguments, how = update_arguments(*tensors, *options)
+    if recorded or any(one is not two for one, two in zip(arguments[1:], tensors[1:], strict=True)):
         return None
-    run = plans.plan_update(*given, how)
+    run = plans.plan_update(*arguments, how)
     if tensors[0].dim() == 2:
         return lambda x, *others: run(x.unsqueeze(-1), *others).squeeze(-1)
     return run

@@ -54,10 +54,10 @@ class Case:
         try:
             layout, shape, dtype, *options = text.split(":")
             batch, channels, time = map(int, shape.split(","))
-            given = dict(option.split("=") for option in options)
-            width = int(given.pop("width", 4))
+            chosen = dict(option.split("=") for option in options)
+            width = int(chosen.pop("width", 4))
             known = layout in LAYOUTS and dtype in DTYPES and width in WIDTHS
-            if given or not known or min(batch, channels, time) < 1:
+            if chosen or not known or min(batch, channels, time) < 1:
                 raise ValueError
         except ValueError:
             raise ValueError(
@@ -175,9 +175,9 @@ class ConvBenchmark(Benchmark):
     def parse(self, text: str) -> Case:
         return Case.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Case]:
+    def cases(self, args: Namespace, kind: str) -> list[Case]:
         usual = USUAL if kind == "cuda" else ON_CPU
-        return [Case.parse(text) for text in given.case or usual]
+        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
@@ -188,9 +188,9 @@ class ConvBenchmark(Benchmark):
         x, (weight, bias) = case.sequence(device), case.filters(device)
         if direction == PASSES[0]:
             return lambda: causal_conv1d(x, weight, bias, activation="silu", backend=backend)
-        given, options = normalised(x, weight, bias, None, None, None, False, "silu", backend)
+        arguments, options = normalised(x, weight, bias, None, None, None, False, "silu", backend)
         y_grad, wanted = case.sequence(device), (True, True, True, False)
-        return lambda: plans.backward(given, y_grad, None, options, wanted)
+        return lambda: plans.backward(arguments, y_grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         there = device.type == "cuda" and distributions.version("causal-conv1d") is not None

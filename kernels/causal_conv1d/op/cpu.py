@@ -67,56 +67,51 @@ def _run(
     """Call ``kernel``. ``like`` are x and the weight, which give the dtypes. ``tensors`` are the kernel's pointers.
     The strides of those in ``strided`` are passed too."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in like]
-    pointers = tuple(None if each is None else each.data_ptr() for each in tensors)
+    pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
     scalars = tuple(map(int, (*sizes, *(n for tensor in strided for n in tensor.stride()))))
     getattr(_cpu, kernel)(*dtypes, pointers, scalars, torch.get_num_threads())
 
 
-def _sizes(given: Arguments, options: Options) -> tuple[int, ...]:
-    bounds = given.cu_seqlens
+def _sizes(arguments: Arguments, options: Options) -> tuple[int, ...]:
+    bounds = arguments.cu_seqlens
     sequences = 0 if bounds is None else bounds.shape[0] - 1
-    return *given.x.shape, given.weight.shape[1], sequences, int(options.silu)
+    return *arguments.x.shape, arguments.weight.shape[1], sequences, int(options.silu)
 
 
-def _new_state(given: Arguments) -> Tensor:
-    rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-    return given.x.new_empty((rows, given.x.shape[1], given.weight.shape[1] - 1))
-
-
-def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """y, and the final state if it is asked for."""
-    x, weight, bias, state, seq_idx, bounds = given
-    y, last = torch.empty_like(x), _new_state(given) if options.final else None
+    x, weight, bias, state, seq_idx, bounds = arguments
+    y, last = torch.empty_like(x), x.new_empty(arguments.state_shape) if options.final else None
     inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
-    sizes = _sizes(given, options)
+    sizes = _sizes(arguments, options)
     _run("causal_conv1d_forward", (x, weight), (x, y, *inputs, last), sizes, (x, y))
     return y, last
 
 
 def backward(
-    given: Arguments,
+    arguments: Arguments,
     y_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are wanted, in the dtypes of what they are of."""
-    x, weight, bias, state, seq_idx, bounds = given
+    x, weight, bias, state, seq_idx, bounds = arguments
     of_x, of_weight, of_bias, of_state = wanted
     x_grad = torch.empty_like(x)
     weight_grad = weight.new_empty(weight.shape) if of_weight else None
     bias_grad = weight.new_empty(weight.shape[0]) if of_bias else None
-    state_grad = _new_state(given) if of_state else None
+    state_grad = x.new_empty(arguments.state_shape) if of_state else None
     inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
     outputs = x_grad, _dense(final_grad), weight_grad, bias_grad, state_grad
-    sizes, strided = _sizes(given, options), (x, y_grad, x_grad)
+    sizes, strided = _sizes(arguments, options), (x, y_grad, x_grad)
     _run("causal_conv1d_backward", (x, weight), (x, y_grad, *inputs, *outputs), sizes, strided)
     return x_grad if of_x else None, weight_grad, bias_grad, state_grad
 
 
-def update(given: UpdateArguments, options: Options) -> Tensor:
+def update(arguments: UpdateArguments, options: Options) -> Tensor:
     """y; the state is changed in place."""
-    x, state, weight, bias, positions, indices = given
+    x, state, weight, bias, positions, indices = arguments
     y = torch.empty_like(x)
     tensors = x, state, y, weight.contiguous(), _dense(bias), positions, indices
     sizes = *x.shape, weight.shape[1], state.shape[0], state.shape[2], int(options.silu)
@@ -139,14 +134,14 @@ def run(
     sizes = problem.batch, problem.channels, problem.time, problem.width
     if isinstance(problem, UpdateProblem):
         strided = of("x", "state", "y")
-        given = [*strided, *of("weight", "bias", "positions", "indices")]
+        pointers = [*strided, *of("weight", "bias", "positions", "indices")]
         of_state = problem.slots, problem.length, problem.silu
-        _run("causal_conv1d_update", like, given, (*sizes, *of_state), strided)
+        _run("causal_conv1d_update", like, pointers, (*sizes, *of_state), strided)
         return
     numbers = *sizes, problem.sequences, problem.silu
     if problem.direction == "forward":
-        given = [*of("x", "y"), *inputs, *of("final_state")]
-        _run("causal_conv1d_forward", like, given, numbers, of("x", "y"))
+        pointers = [*of("x", "y"), *inputs, *of("final_state")]
+        _run("causal_conv1d_forward", like, pointers, numbers, of("x", "y"))
         return
     weight, partials = of("weight", "partials")
     sums = torch.empty_like(weight), weight.new_empty(problem.channels)

@@ -177,16 +177,16 @@ def describe(
     wanted: list[Any] = [
         t is not None and t.requires_grad for t in (x, weight, bias, initial_state)
     ]
-    given, options = normalised(
+    arguments, options = normalised(
         *(x, weight, bias, initial_state, seq_idx, cu_seqlens),
         *(return_final_state, activation, backend),
     )
-    if given.x.numel() == 0:
+    if arguments.x.numel() == 0:
         return {}
-    calls = {"forward": causal_conv1d_plans.make_kernel_call("forward", given, options)}
+    calls = {"forward": causal_conv1d_plans.make_kernel_call("forward", arguments, options)}
     if any(wanted):
-        y_grad = torch.empty_like(given.x, device="meta")
-        call = causal_conv1d_plans.make_kernel_call("backward", given, options, y_grad)
+        y_grad = torch.empty_like(arguments.x, device="meta")
+        call = causal_conv1d_plans.make_kernel_call("backward", arguments, options, y_grad)
         calls["backward"] = call
         kernel = FAMILY.kernel(call.problem.kernel, "cuda")
         takers = [
@@ -196,5 +196,5 @@ def describe(
         ]
         if takers and (wanted[1] or wanted[2]):
             count = pieces(min(takers)[2], call.problem)  # type: ignore[arg-type]
-            calls["reduction"] = causal_conv1d_plans.make_reduction_call(given, count)
+            calls["reduction"] = causal_conv1d_plans.make_reduction_call(arguments, count)
     return calls

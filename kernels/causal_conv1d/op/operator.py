@@ -25,16 +25,16 @@ class CausalConv1d(Operator):
         ),
     )
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         if len(shape) != 3:
             raise ValueError(
-                f"--shape is {given.shape!r}; causal_conv1d takes batch, channels and time, such as 8,2048,2048"
+                f"--shape is {args.shape!r}; causal_conv1d takes batch, channels and time, such as 8,2048,2048"
             )
-        width = 4 if given.width is None else given.width
+        width = 4 if args.width is None else args.width
         if width not in WIDTHS:
             raise ValueError(f"--width is {width}; accepted are {WIDTHS[0]} to {WIDTHS[-1]}")
         batch, channels, time = shape
-        if given.channel_last:
+        if args.channel_last:
             x = described_tensor((batch, time, channels), dtype).transpose(1, 2)
         else:
             x = described_tensor(shape, dtype)
@@ -44,7 +44,7 @@ class CausalConv1d(Operator):
             described_tensor((channels, width), wide),
             described_tensor((channels,), wide),
         )
-        record = {"width": width, "channel_last": bool(given.channel_last)}
+        record = {"width": width, "channel_last": bool(args.channel_last)}
         return ParsedCall(tensors, {"activation": "silu"}, record)
 
     def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:

@@ -63,7 +63,7 @@ def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | 
     if shape[2] == 1 and shape[1] > 1:
         ways.reverse()
     for layout, unit in ways:
-        if shape[unit] == 1 or all(each[unit] == 1 for each in strides):
+        if shape[unit] == 1 or all(of_tensor[unit] == 1 for of_tensor in strides):
             return layout
     return None
 
@@ -84,14 +84,14 @@ def _new_strides(x: Tensor) -> tuple[int, ...]:
 
 def make_kernel_call(
     direction: Direction,
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     y_grad: Tensor | None = None,
     others: Sequence[Tensor | None] = (),
 ) -> KernelCall:
     """The kernel call of one direction. Tensors that have other strides than x, or no dimension of unit stride, are
     copied first: to the strides of a new tensor like x, or without gaps. The kernel also reads ``others``."""
-    x, dense = given.x, _new_strides(given.x)
+    x, dense = arguments.x, _new_strides(arguments.x)
     own = {"x": x.stride(), **({} if y_grad is None else {"y_grad": y_grad.stride()})}
     copied: tuple[str, ...] = ()
     layout = _layout(x.shape, [*own.values(), dense])
@@ -112,38 +112,38 @@ def make_kernel_call(
         batch=x.shape[0],
         channels=x.shape[1],
         time=x.shape[2],
-        width=given.weight.shape[1],
-        strides=tuple(Strides(*each) for each in (*own.values(), dense)),
-        alignment=_common_alignment([*given, y_grad, *others]),
-        sequences=0 if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1,
-        indexed=given.seq_idx is not None,
+        width=arguments.weight.shape[1],
+        strides=tuple(Strides(*own) for own in (*own.values(), dense)),
+        alignment=_common_alignment([*arguments, y_grad, *others]),
+        sequences=0 if arguments.cu_seqlens is None else arguments.cu_seqlens.shape[0] - 1,
+        indexed=arguments.seq_idx is not None,
         silu=options.silu,
-        wide_weights=given.weight.dtype != x.dtype,
+        wide_weights=arguments.weight.dtype != x.dtype,
     )
     return KernelCall(problem, copied)
 
 
-def make_reduction_call(given: Arguments, count: int) -> KernelCall:
+def make_reduction_call(arguments: Arguments, count: int) -> KernelCall:
     """The sum over a backward kernel's ``count`` pieces."""
-    output = str(given.weight.dtype).removeprefix("torch.")
-    channels, width = given.weight.shape
+    output = str(arguments.weight.dtype).removeprefix("torch.")
+    channels, width = arguments.weight.shape
     return KernelCall(ReductionProblem(output, count, channels, width))
 
 
-def make_update_call(given: UpdateArguments, options: Options) -> KernelCall:
+def make_update_call(arguments: UpdateArguments, options: Options) -> KernelCall:
     """What an update makes of its inputs."""
-    x, state = given.x, given.state
+    x, state = arguments.x, arguments.state
     problem = UpdateProblem(
         dtype=str(x.dtype).removeprefix("torch."),
         batch=x.shape[0],
         channels=x.shape[1],
         time=x.shape[2],
-        width=given.weight.shape[1],
+        width=arguments.weight.shape[1],
         slots=state.shape[0],
         length=state.shape[2],
-        strides=tuple(Strides(*each) for each in (x.stride(), state.stride(), _new_strides(x))),
+        strides=tuple(Strides(*own) for own in (x.stride(), state.stride(), _new_strides(x))),
         silu=options.silu,
-        wide_weights=given.weight.dtype != x.dtype,
+        wide_weights=arguments.weight.dtype != x.dtype,
     )
     return KernelCall(problem)
 
@@ -171,11 +171,11 @@ def _is_plain(x: Tensor, options: Options) -> bool:
     )
 
 
-def _like(model: Tensor, found: Tensor) -> Tensor:
+def _like(model: Tensor, tensor: Tensor) -> Tensor:
     """In the dtype and the memory layout of a new tensor like the model."""
-    if found.dtype == model.dtype and found.stride() == _new_strides(model):
-        return found
-    return torch.empty_like(model).copy_(found)
+    if tensor.dtype == model.dtype and tensor.stride() == _new_strides(model):
+        return tensor
+    return torch.empty_like(model).copy_(tensor)
 
 
 def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor]:
@@ -194,9 +194,9 @@ def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def _check(given: Arguments) -> None:
+def _check(arguments: Arguments) -> None:
     """Raise for tensors that kernels must not be given: users may call the registered operator directly."""
-    x, weight, bias, state, seq_idx, cu_seqlens = given
+    x, weight, bias, state, seq_idx, cu_seqlens = arguments
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     expected = {
         "weight": (weight, (x.shape[1], weight.shape[-1]), (x.dtype, torch.float32)),
@@ -215,16 +215,10 @@ def _check(given: Arguments) -> None:
             )
 
 
-def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """y, and the final state if ``options`` asks for it."""
-    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(plan_forward, given, options)
+    outputs: tuple[Tensor, Tensor | None] = plan_cache.run(plan_forward, arguments, options)
     return outputs
-
-
-def state_shape(given: Arguments) -> tuple[int, int, int]:
-    """Of the states before and after: one for each batch, or for each packed sequence."""
-    rows = given.x.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-    return rows, given.x.shape[1], given.weight.shape[1] - 1
 
 
 def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor | None) -> Tensor:
@@ -236,11 +230,11 @@ def _new_state(shape: Sequence[int], x: Tensor, packed: bool, entering: Tensor |
     return state
 
 
-def plan_forward(*arguments: Any) -> Callable[..., Any]:
+def plan_forward(*args: Any) -> Callable[..., Any]:
     """The plan of ``forward``, from its tensors and options."""
-    *tensors, options = arguments
-    given = Arguments(*tensors)
-    _check(given)
+    *tensors, options = args
+    arguments = Arguments(*tensors)
+    _check(arguments)
 
     def by_reference(*tensors: Any) -> Any:
         x, weight, bias, state, seq_idx, bounds = tensors
@@ -248,14 +242,14 @@ def plan_forward(*arguments: Any) -> Callable[..., Any]:
         y, last = reference.forward(x, weight, bias, state, runs, options.silu, options.final)
         return _like(x, y), None if last is None else last.contiguous()
 
-    if _is_plain(given.x, options):
-        return causal_conv1d_cpu.plan_forward(given.x, options) or by_reference
-    call = make_kernel_call("forward", given, options)
-    found = _runner(call, given.x.device, options)
-    if isinstance(found, Decision):
-        decision = found
+    if _is_plain(arguments.x, options):
+        return causal_conv1d_cpu.plan_forward(arguments.x, options) or by_reference
+    call = make_kernel_call("forward", arguments, options)
+    runner = _runner(call, arguments.x.device, options)
+    if isinstance(runner, Decision):
+        decision = runner
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
-    run, shape, packed = found[0], state_shape(given), given.cu_seqlens is not None
+    run, shape, packed = runner[0], arguments.state_shape, arguments.cu_seqlens is not None
 
     def plan(*tensors: Any) -> Any:
         x, weight, bias, state, seq_idx, bounds = tensors
@@ -283,40 +277,44 @@ def plan_forward(*arguments: Any) -> Callable[..., Any]:
 
 
 def backward(
-    given: Arguments, y_grad: Tensor, final_grad: Tensor | None, options: Options, wanted: Wanted
+    arguments: Arguments,
+    y_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+    wanted: Wanted,
 ) -> Gradients:
     """The gradients that are wanted, in the dtypes of what they are of."""
-    found: Gradients = plan_cache.run(plan_backward, (*given, y_grad, final_grad), options, wanted)
-    return found
+    tensors = *arguments, y_grad, final_grad
+    return plan_cache.run(plan_backward, tensors, options, wanted)  # type: ignore[no-any-return]
 
 
-def narrowed(given: Arguments, found: reference.Gradients, wanted: Wanted) -> Gradients:
+def narrowed(arguments: Arguments, gradients: reference.Gradients, wanted: Wanted) -> Gradients:
     """Those that are wanted, in the dtypes of what they are of."""
-    x, weight, bias, state, *_ = given
+    x, weight, bias, state, *_ = arguments
     models = x, weight, weight if bias is None else bias, x if state is None else state
     of_x, of_weight, of_bias, of_state = (
         grad.to(model.dtype) if want else None
-        for grad, model, want in zip(found, models, wanted, strict=True)
+        for grad, model, want in zip(gradients, models, wanted, strict=True)
     )
     return of_x, of_weight, of_bias, of_state
 
 
-def plan_backward(*arguments: Any) -> Callable[..., Any]:
+def plan_backward(*args: Any) -> Callable[..., Any]:
     """The plan of ``backward``, from its tensors, options and what is wanted."""
-    given, (y_grad, final_grad, options, wanted) = Arguments(*arguments[:6]), arguments[6:]
-    _check(given)
-    if y_grad.shape != given.x.shape or y_grad.dtype != given.x.dtype:
+    arguments, (y_grad, final_grad, options, wanted) = Arguments(*args[:6]), args[6:]
+    _check(arguments)
+    if y_grad.shape != arguments.x.shape or y_grad.dtype != arguments.x.dtype:
         raise ValueError(
-            f"y_grad is {y_grad.dtype} of shape {tuple(y_grad.shape)}; the operator takes {given.x.dtype} of "
-            f"shape {tuple(given.x.shape)}"
+            f"y_grad is {y_grad.dtype} of shape {tuple(y_grad.shape)}; the operator takes {arguments.x.dtype} of "
+            f"shape {tuple(arguments.x.shape)}"
         )
 
     def by_reference(*tensors: Any) -> Any:
-        given, (grad, last) = Arguments(*tensors[:6]), tensors[6:]
-        x, weight, bias, state, seq_idx, bounds = given
+        arguments, (grad, last) = Arguments(*tensors[:6]), tensors[6:]
+        x, weight, bias, state, seq_idx, bounds = arguments
         runs = reference.Runs(seq_idx, bounds)
         grads = reference.backward(x, weight, bias, state, grad, last, runs, options.silu)
-        of_x, of_weight, of_bias, of_state = narrowed(given, grads, wanted)
+        of_x, of_weight, of_bias, of_state = narrowed(arguments, grads, wanted)
         return (
             None if of_x is None else _like(x, of_x),
             None if of_weight is None else of_weight.contiguous(),
@@ -324,24 +322,24 @@ def plan_backward(*arguments: Any) -> Callable[..., Any]:
             None if of_state is None else of_state.clone(memory_format=torch.contiguous_format),
         )
 
-    if _is_plain(given.x, options):
-        return causal_conv1d_cpu.plan_backward(given.x, options, wanted) or by_reference
-    call = make_kernel_call("backward", given, options, y_grad, [final_grad])
-    found = _runner(call, given.x.device, options)
-    if isinstance(found, Decision):
-        decision = found
+    if _is_plain(arguments.x, options):
+        return causal_conv1d_cpu.plan_backward(arguments.x, options, wanted) or by_reference
+    call = make_kernel_call("backward", arguments, options, y_grad, [final_grad])
+    runner = _runner(call, arguments.x.device, options)
+    if isinstance(runner, Decision):
+        decision = runner
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
-    run, variant = found
+    run, variant = runner
     of_x, of_weight, of_bias, of_state = wanted
     assert isinstance(call.problem, ConvProblem)
     count = pieces(variant, call.problem)
     reduce: Run | None = None
     if of_weight or of_bias:
         # Where no kernel for the sum runs, plain torch adds the partial sums, in another order.
-        reducing = _runner(make_reduction_call(given, count), given.x.device, options)
+        reducing = _runner(make_reduction_call(arguments, count), arguments.x.device, options)
         reduce = None if isinstance(reducing, Decision) else reducing[0]
-    shape, packed = state_shape(given), given.cu_seqlens is not None
-    channels, width = given.weight.shape
+    shape, packed = arguments.state_shape, arguments.cu_seqlens is not None
+    channels, width = arguments.weight.shape
 
     def plan(*tensors: Any) -> Any:
         x, weight, bias, state, seq_idx, bounds, grad, last = tensors
@@ -393,29 +391,29 @@ def plan_backward(*arguments: Any) -> Callable[..., Any]:
 # --- Step by step -----------------------------------------------------------------------------
 
 
-def update(given: UpdateArguments, options: Options) -> Tensor:
+def update(arguments: UpdateArguments, options: Options) -> Tensor:
     """y; the state is changed in place."""
-    y: Tensor = plan_cache.run(plan_update, given, options)
+    y: Tensor = plan_cache.run(plan_update, arguments, options)
     return y
 
 
-def plan_update(*arguments: Any) -> Callable[..., Any]:
+def plan_update(*args: Any) -> Callable[..., Any]:
     """The plan of ``update``, from its tensors and options."""
-    *tensors, options = arguments
-    given = UpdateArguments(*tensors)
+    *tensors, options = args
+    arguments = UpdateArguments(*tensors)
 
     def by_reference(*tensors: Any) -> Any:
         x, state, weight, bias, positions, indices = tensors
         y = reference.update(x, state, weight, bias, positions, indices, options.silu)
         return _like(x, y)
 
-    if _is_plain(given.x, options):
-        return causal_conv1d_cpu.plan_update(given.x, options) or by_reference
-    found = _runner(make_update_call(given, options), given.x.device, options)
-    if isinstance(found, Decision):
-        decision = found
+    if _is_plain(arguments.x, options):
+        return causal_conv1d_cpu.plan_update(arguments.x, options) or by_reference
+    runner = _runner(make_update_call(arguments, options), arguments.x.device, options)
+    if isinstance(runner, Decision):
+        decision = runner
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
-    run, _ = found
+    run, _ = runner
 
     def plan(*tensors: Any) -> Any:
         x, state, weight, bias, positions, indices = tensors

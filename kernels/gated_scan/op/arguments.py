@@ -132,16 +132,16 @@ def normalised(
         raise TypeError(
             f"{of.name} takes {len(names)} tensors, {', '.join(names)}; {len(inputs)} were given"
         )
-    given = dict(zip(names, inputs, strict=True))
+    required = dict(zip(names, inputs, strict=True))
     optional = {"reset": reset, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    _check_tensors({**given, **{name: t for name, t in optional.items() if t is not None}})
-    sequences = {name: given[name] for name in of.inputs}
+    _check_tensors({**required, **{name: t for name, t in optional.items() if t is not None}})
+    sequences = {name: required[name] for name in of.inputs}
     first = inputs[0]
     options = _check_options(of, first, options)
     _check_sequences(sequences)
     dim, compute = options.dim, compute_dtype(first.dtype)
     parameters = tuple(
-        [_parameter(name, given[name], of, first, options) for name in of.parameters]
+        [_parameter(name, required[name], of, first, options) for name in of.parameters]
     )
     count = None
     if cu_seqlens is not None:
@@ -156,8 +156,8 @@ def normalised(
         initial_state = initial_state.to(compute)
         if not same_shape(initial_state.shape, of_state):
             initial_state = initial_state.expand(of_state)
-    made = Arguments(tuple(inputs[: len(of.inputs)]), parameters, reset, initial_state, cu_seqlens)
-    return made, options
+    tensors = tuple(sequences.values()), parameters, reset, initial_state, cu_seqlens
+    return Arguments(*tensors), options
 
 
 def _check_tensors(present: Mapping[str, Any]) -> None:

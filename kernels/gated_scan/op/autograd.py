@@ -58,9 +58,9 @@ class _Derivatives(Derivatives):
         return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
 
     def backward(self, back: Pass) -> Gradients:
-        given = Arguments.of(back.options.kind, back.saved[:-1])
+        arguments = Arguments.of(back.options.kind, back.saved[:-1])
         grads = back.grads[0], back.grads[1]
-        return plans.backward(given, back.saved[-1], *grads, back.options, back.wanted)
+        return plans.backward(arguments, back.saved[-1], *grads, back.options, back.wanted)
 
     def empty_gradients(self, back: Pass) -> Gradients:
         pairs = zip(self.inputs(back.saved[:-1]), back.wanted, strict=True)
@@ -78,9 +78,9 @@ class _Derivatives(Derivatives):
 
     def joined(self, tensors: Tensors, options: Options, training: bool) -> Tensors:
         kind, *others = options
-        given = Arguments.of(kind, tensors)
-        apart = given.reset, given.initial_state, given.cu_seqlens
-        return kind, [*given.inputs], [*given.parameters], *apart, *others
+        arguments = Arguments.of(kind, tensors)
+        apart = arguments.reset, arguments.initial_state, arguments.cu_seqlens
+        return kind, [*arguments.inputs], [*arguments.parameters], *apart, *others
 
     def split(self, args: Sequence[Any]) -> tuple[Tensors, Options, bool]:
         kind, inputs, parameters, reset, initial_state, cu_seqlens, *others = args
@@ -107,16 +107,16 @@ class _Derivatives(Derivatives):
 
 
 def _composed(back: Pass) -> Gradients:
-    given = Arguments.of(back.options.kind, back.saved[:-1])
-    return composed.backward(given, back.options, back.grads[0], back.grads[1], back.wanted)
+    arguments = Arguments.of(back.options.kind, back.saved[:-1])
+    return composed.backward(arguments, back.options, back.grads[0], back.grads[1], back.wanted)
 
 
 OPERATOR = _Derivatives()
 
 
-def scan(given: Arguments, options: Options) -> Outputs:
+def scan(arguments: Arguments, options: Options) -> Outputs:
     """The states of ``normalised`` arguments, and the final state if it is asked for; differentiable."""
-    return OPERATOR(given.flat, options)  # type: ignore[no-any-return]
+    return OPERATOR(arguments.flat, options)  # type: ignore[no-any-return]
 
 
 def _is_misaligned(reset: Tensor | None) -> bool:
@@ -128,8 +128,8 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., A
     """None for a call whose arguments are converted, or whose values are checked in every call."""
     *inputs, initial_state, reset, cu_seqlens = tensors
     kind, *_ = options
-    given, how = normalised(kind, inputs, reset, initial_state, cu_seqlens, Options(*options))
-    if any(one is not other for one, other in zip(given.flat, tensors, strict=True)):
+    arguments, how = normalised(kind, inputs, reset, initial_state, cu_seqlens, Options(*options))
+    if any(one is not other for one, other in zip(arguments.flat, tensors, strict=True)):
         return None
     checked = cu_seqlens is not None or not RANGES.keys().isdisjoint(KINDS[kind].parameters)
     if _is_misaligned(reset) or (checked and not plans.on_gpu(tensors[0])):

@@ -262,15 +262,15 @@ class GatedScanBenchmark(Benchmark):
     def parse(self, text: str) -> Case:
         return Case.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Case]:
-        kinds = [known("--kind", each, [*KINDS][1:]) for each in given.kind] or TIMED
-        if given.case:
-            return [Case.parse(text) for text in given.case]
+    def cases(self, args: Namespace, kind: str) -> list[Case]:
+        kinds = [known("--kind", kind_name, [*KINDS][1:]) for kind_name in args.kind] or TIMED
+        if args.case:
+            return [Case.parse(text) for text in args.case]
         if kind == "cuda":
             every = product(kinds, ("channel_last", "time_last"), SIZES, ("bfloat16", "float32"))
         else:
             every = product(kinds, ("channel_last",), (ON_CPU,), ("float32",))
-        return [Case.parse(":".join(each)) for each in every]
+        return [Case.parse(":".join(parts)) for parts in every]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
@@ -283,10 +283,10 @@ class GatedScanBenchmark(Benchmark):
         if direction == PASSES[0]:
             return lambda: gated_scan(case.kind, *tensors, backend=backend)
         options = Options(case.kind, backend=backend)
-        given, options = normalised(case.kind, tensors, None, None, None, options)
-        states, _ = plans.forward(given, options)
+        arguments, options = normalised(case.kind, tensors, None, None, None, options)
+        states, _ = plans.forward(arguments, options)
         grad, wanted = case.sequence(device), (*(True for _ in tensors), False)
-        return lambda: plans.backward(given, states, grad, None, options, wanted)
+        return lambda: plans.backward(arguments, states, grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         there = any(distributions.version(name) is not None for name in _FLA)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
-from scan_registry.kernels.linear_scan.op import arguments
 from scan_registry.kernels.linear_scan.op import autograd as derivatives
 from scan_registry.kernels.linear_scan.op import stretches as resets
+from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
 from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.call import unobserved
@@ -31,47 +31,47 @@ _CHANNELS = 16
 _is_compiling = torch.compiler.is_compiling
 
 
-def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """States and, if asked for, the final state, of ``normalised`` arguments."""
-    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*given.flat):
-        return _forward(given, options)
-    pieces = [*_pieces(given, options)]
+    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*arguments.flat):
+        return _forward(arguments, options)
+    pieces = [*_pieces(arguments, options)]
     if len(pieces) < 2:
-        return _forward(given, options)
-    model = given.inputs[0]
+        return _forward(arguments, options)
+    model = arguments.inputs[0]
     states, last = torch.empty_like(model), None
     if options.final:
-        last = StateLayout.of(model, options.dim, given.cu_seqlens).empty()
+        last = StateLayout.of(model, options.dim, arguments.cu_seqlens).empty()
     for piece in pieces:
-        made, ends = _forward(piece.of(given), options)
-        piece.sequence(states).copy_(made)
+        states_of_piece, ends = _forward(piece.of(arguments), options)
+        piece.sequence(states).copy_(states_of_piece)
         if last is not None and ends is not None:
             piece.state(last).copy_(ends)
     return states, last
 
 
-def _forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
-    gates, tokens = gates_and_tokens(given, options)
+def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
+    gates, tokens = gates_and_tokens(arguments, options)
     backend = "auto" if options.backend == "cuda" else options.backend
-    how = arguments.Options(options.dim, options.reverse, options.final, backend)
-    states_before = given.initial_state, given.cu_seqlens
-    if given.reset is None:
+    how = LinearOptions(options.dim, options.reverse, options.final, backend)
+    states_before = arguments.initial_state, arguments.cu_seqlens
+    if arguments.reset is None:
         states, last = derivatives.scan(gates, tokens, *states_before, how)
     else:
-        states, last = resets.scan(gates, tokens, given.reset, *states_before, how)
-    return states.to(given.inputs[0].dtype), last
+        states, last = resets.scan(gates, tokens, arguments.reset, *states_before, how)
+    return states.to(arguments.inputs[0].dtype), last
 
 
-def gates_and_tokens(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
+def gates_and_tokens(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """Gates and tokens for a linear scan, in the dtype of the computation. At a reset the gate may be anything."""
-    compute = compute_dtype(given.inputs[0].dtype)
-    inputs = [x.to(compute) for x in given.inputs]
-    of_channels = [p if options.dim == -2 else p.unsqueeze(-1) for p in given.parameters]
-    reset = given.reset
+    compute = compute_dtype(arguments.inputs[0].dtype)
+    inputs = [x.to(compute) for x in arguments.inputs]
+    of_channels = [p if options.dim == -2 else p.unsqueeze(-1) for p in arguments.parameters]
+    reset = arguments.reset
     if reset is not None:
         reset = reset.unsqueeze(-1 if options.dim == -2 else -2)
     gates, tokens = KINDS[options.kind].gates(*inputs, *of_channels, reset=reset)
-    return gates, tokens.expand(given.inputs[0].shape)
+    return gates, tokens.expand(arguments.inputs[0].shape)
 
 
 class _Piece(NamedTuple):
@@ -91,91 +91,91 @@ class _Piece(NamedTuple):
         """This piece of a tensor with the shape of a state. With packed sequences a state has three dimensions, like an input."""
         return self.sequence(x) if x.dim() == 3 else x[self.batches, self.channels]
 
-    def of(self, given: Arguments) -> Arguments:
+    def of(self, arguments: Arguments) -> Arguments:
         """This piece of all arguments."""
-        initial, reset = given.initial_state, given.reset
+        initial, reset = arguments.initial_state, arguments.reset
         return Arguments(
-            tuple([self.sequence(x) for x in given.inputs]),
-            tuple([p[self.channels] for p in given.parameters]),
+            tuple([self.sequence(x) for x in arguments.inputs]),
+            tuple([p[self.channels] for p in arguments.parameters]),
             None if reset is None else reset[self.batches],
             None if initial is None else self.state(initial),
-            given.cu_seqlens,
+            arguments.cu_seqlens,
         )
 
 
-def _pieces(given: Arguments, options: Options) -> Iterator[_Piece]:
+def _pieces(arguments: Arguments, options: Options) -> Iterator[_Piece]:
     """Pieces of one batch each, or of several batches if these have few elements."""
-    model = given.inputs[0]
+    model = arguments.inputs[0]
     batch, (channels, time) = model.shape[0], model.shape[1:]
     if options.dim == -2:
         channels, time = time, channels
-    room = _PIECE[model.is_cuda]
-    width = min(channels, max(_CHANNELS, room // max(1, time)))
-    height = max(1, room // max(1, channels * time))
+    elements = _PIECE[model.is_cuda]
+    width = min(channels, max(_CHANNELS, elements // max(1, time)))
+    height = max(1, elements // max(1, channels * time))
     for row in range(0, batch, height):
         for begin in range(0, channels, max(1, width)):
             yield _Piece(slice(row, row + height), slice(begin, begin + width), options)
 
 
 def backward(
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     states_grad: Tensor | None,
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted, of ``given.differentiable``. They are differentiable themselves where derivatives are
+    """The gradients that are wanted, of ``arguments.differentiable``. They are differentiable themselves where derivatives are
     recorded. Gates and tokens are computed again, so the forward pass keeps none."""
     grads = states_grad, last_grad
-    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*given.flat, *grads):
-        return _backward(given, options, *grads, wanted)
-    pieces = [*_pieces(given, options)]
+    if torch.is_grad_enabled() or _is_compiling() or not unobserved(*arguments.flat, *grads):
+        return _backward(arguments, options, *grads, wanted)
+    pieces = [*_pieces(arguments, options)]
     if len(pieces) < 2:
-        return _backward(given, options, *grads, wanted)
-    found = [
+        return _backward(arguments, options, *grads, wanted)
+    totals = [
         torch.empty_like(t) if want and t is not None else None
-        for t, want in zip(given.differentiable, wanted, strict=True)
+        for t, want in zip(arguments.differentiable, wanted, strict=True)
     ]
-    count = len(given.inputs)
-    for total in found[count:-1]:
+    count = len(arguments.inputs)
+    for total in totals[count:-1]:
         if total is not None:
             total.zero_()
     for piece in pieces:
-        made = _backward(
-            piece.of(given),
+        of_piece = _backward(
+            piece.of(arguments),
             options,
             None if states_grad is None else piece.sequence(states_grad),
             None if last_grad is None else piece.state(last_grad),
             wanted,
         )
-        for place, (whole, grad) in enumerate(zip(found, made, strict=True)):
+        for place, (whole, grad) in enumerate(zip(totals, of_piece, strict=True)):
             if whole is None or grad is None:
                 continue
             if place < count:
                 piece.sequence(whole).copy_(grad)
-            elif place < len(found) - 1:
+            elif place < len(totals) - 1:
                 whole[piece.channels] += grad
             else:
                 piece.state(whole).copy_(grad)
-    return tuple(found)
+    return tuple(totals)
 
 
 def _backward(
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     states_grad: Tensor | None,
     last_grad: Tensor | None,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    count = len(given.inputs)
+    count = len(arguments.inputs)
 
     def recompute(leaves: list[Any], _: bool) -> Pairs:
-        inputs = given._replace(
+        inputs = arguments._replace(
             inputs=tuple(leaves[:count]),
             parameters=tuple(leaves[count:-1]),
             initial_state=leaves[-1],
         )
-        made = _forward(inputs, options._replace(final=last_grad is not None))
-        return zip(made, (states_grad, last_grad), strict=True)
+        outputs = _forward(inputs, options._replace(final=last_grad is not None))
+        return zip(outputs, (states_grad, last_grad), strict=True)
 
-    return gradients(given.differentiable, wanted, recompute)
+    return gradients(arguments.differentiable, wanted, recompute)

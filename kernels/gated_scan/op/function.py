@@ -126,12 +126,12 @@ def run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns. The arguments are not checked yet."""
     if not _is_compiling() and unwatched():
-        made = fast_scan((*inputs, initial_state, reset, cu_seqlens), options)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
+        outputs = fast_scan((*inputs, initial_state, reset, cu_seqlens), options)
+        if outputs is not None:
+            return outputs  # type: ignore[no-any-return]
     tensors = *inputs, initial_state, cu_seqlens, reset
     if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
         return sharded  # type: ignore[no-any-return]
-    given = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
-    states, last = gated_scan_derivatives.scan(*given)
+    arguments = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
+    states, last = gated_scan_derivatives.scan(*arguments)
     return states if last is None else (states, last)

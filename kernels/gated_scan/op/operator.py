@@ -66,9 +66,9 @@ class GatedScan(Operator):
         from scan_registry.kernels.linear_scan.op import function as linear_scan
 
         options = Options(kind, dim, reverse, return_final_state, backend)
-        given, options = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
+        arguments, options = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
         wanted = any(t is not None and t.requires_grad for t in (*inputs, initial_state))
-        if is_linear(given, options):
+        if is_linear(arguments, options):
             return linear_scan.describe(
                 inputs[0],
                 inputs[1],
@@ -80,26 +80,26 @@ class GatedScan(Operator):
                 backend=backend,
             )
         with torch.no_grad():
-            return describe(given, options, wanted)
+            return describe(arguments, options, wanted)
 
     def family_of(self, call: KernelCall) -> str:
         from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
 
         return self.name if isinstance(call, gated_scan_problems.KernelCall) else "linear_scan"
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         if len(shape) != 3:
             raise ValueError(
-                f"--shape is {given.shape!r}; gated_scan takes batch, channels and time, such as 8,2560,4096"
+                f"--shape is {args.shape!r}; gated_scan takes batch, channels and time, such as 8,2560,4096"
             )
         import torch
 
-        name = USUAL_KIND if given.kind is None else known("--kind", given.kind, [*KINDS])
+        name = USUAL_KIND if args.kind is None else known("--kind", args.kind, [*KINDS])
         kind, (batch, channels, time) = KINDS[name], shape
         wide = "float64" if dtype == "float64" else "float32"
 
         def sequence() -> Tensor:
-            if given.channel_last:
+            if args.channel_last:
                 return described_tensor((batch, time, channels), dtype).transpose(1, 2)
             return described_tensor(shape, dtype)
 
@@ -108,41 +108,41 @@ class GatedScan(Operator):
             *(described_tensor((channels,), wide) for _ in kind.parameters),
         )
         reset = None
-        if given.reset:
+        if args.reset:
             reset = torch.empty((batch, time), dtype=torch.bool, device="meta")
-        record = {"kind": name, "channel_last": bool(given.channel_last)}
-        how = {"reverse": given.reverse}
+        record = {"kind": name, "channel_last": bool(args.channel_last)}
+        how = {"reverse": args.reverse}
         return ParsedCall(
-            (name, *tensors), {**how, "reset": reset}, {**record, **how, "reset": given.reset}
+            (name, *tensors), {**how, "reset": reset}, {**record, **how, "reset": args.reset}
         )
 
     def run_on_cpu(self, problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
         from scan_registry.kernels.gated_scan.op import plans
 
-        given, options = _arguments(problem, tensors)
+        arguments, options = _arguments(problem, tensors)
         if problem.direction == "forward":
-            states, last = plans.forward(given, options._replace(final=True))
-            for name, made in (("states", states), ("final_state", last)):
-                _put(tensors.get(name), made)
+            states, last = plans.forward(arguments, options._replace(final=True))
+            for name, result in (("states", states), ("final_state", last)):
+                _put(tensors.get(name), result)
             return
-        rooms = _rooms(problem, tensors)
-        wanted = tuple(room is not None for room in rooms)
-        found = plans.backward(
-            given,
+        targets = _gradients(problem, tensors)
+        wanted = tuple(target is not None for target in targets)
+        gradients = plans.backward(
+            arguments,
             tensors["states"],  # type: ignore[arg-type]
             tensors["states_grad"],
             tensors.get("final_state_grad"),
             options,
             wanted,
         )
-        for room, grad in zip(rooms, found, strict=True):
-            _put(room, grad)
+        for target, grad in zip(targets, gradients, strict=True):
+            _put(target, grad)
 
     def posed(self, case: Case, direction: str) -> tuple[GatedScanProblem, ...]:
         from scan_registry.kernels.gated_scan.op.problems import describe
 
-        given, options = _given(case, "meta")
-        calls = describe(given, options, direction != PASSES[0])
+        arguments, options = _of_case(case, "meta")
+        calls = describe(arguments, options, direction != PASSES[0])
         return (calls[direction].problem,)
 
     def tensors(
@@ -152,18 +152,18 @@ class GatedScan(Operator):
         import torch
 
         inputs, parameters = case.tensors(device)
-        found: dict[str, Tensor | None] = {f"input{n}": x for n, x in enumerate(inputs)}
+        named: dict[str, Tensor | None] = {f"input{n}": x for n, x in enumerate(inputs)}
         if parameters:
-            found["parameters"] = torch.stack(parameters)
+            named["parameters"] = torch.stack(parameters)
         if problem.direction == "forward":
-            return {**found, "states": torch.empty_like(inputs[0])}
-        found |= {"states": case.sequence(device), "states_grad": case.sequence(device)}
+            return {**named, "states": torch.empty_like(inputs[0])}
+        named |= {"states": case.sequence(device), "states_grad": case.sequence(device)}
         for name in self.outputs(case, problem):
-            found[name] = torch.empty_like(inputs[0])
+            named[name] = torch.empty_like(inputs[0])
         if parameters:
             shape = problem.most_parts, *torch.stack(parameters).shape
-            found["parameters_grad"] = torch.empty(shape, device=device)
-        return found
+            named["parameters_grad"] = torch.empty(shape, device=device)
+        return named
 
     def outputs(self, case: Case, problem: GatedScanProblem) -> tuple[str, ...]:
         if problem.direction == "forward":
@@ -171,23 +171,25 @@ class GatedScan(Operator):
         return tuple(f"input{n}_grad" for n in range(problem.inputs))
 
 
-def _rooms(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+def _gradients(
+    problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]
+) -> list[Tensor | None]:
     """The tensors that gradients are written to, in the order of the operator's arguments. The first part of a channel
     parameter's gradient gets the whole sum; the other parts are zero."""
-    rooms = [tensors.get(f"input{n}_grad") for n in range(problem.inputs)]
+    targets = [tensors.get(f"input{n}_grad") for n in range(problem.inputs)]
     sums = tensors.get("parameters_grad")
     if sums is not None:
         sums.zero_()
-    rooms += [None if sums is None else sums[0, n] for n in range(problem.parameters)]
-    return [*rooms, tensors.get("initial_state_grad")]
+    targets += [None if sums is None else sums[0, n] for n in range(problem.parameters)]
+    return [*targets, tensors.get("initial_state_grad")]
 
 
-def _put(room: Tensor | None, made: Tensor | None) -> None:
-    if room is not None and made is not None:
-        room.copy_(made)
+def _put(target: Tensor | None, result: Tensor | None) -> None:
+    if target is not None and result is not None:
+        target.copy_(result)
 
 
-def _given(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
+def _of_case(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
     from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
 
     inputs, parameters = case.tensors(device)
@@ -205,7 +207,7 @@ def _arguments(
     left = tensors.get("initial_state_grad")
     if initial is None and left is not None:  # zeros have a gradient, too
         initial = left.new_zeros(left.shape)
-    given = Arguments(
+    arguments = Arguments(
         tuple(inputs),
         () if parameters is None else tuple(parameters.unbind()),
         tensors.get("reset"),
@@ -213,11 +215,11 @@ def _arguments(
         tensors.get("offsets"),
     )
     name = next(
-        each.name
-        for each in KINDS.values()
-        if (each.source, each.option) == (problem.kind, problem.option)
+        kind.name
+        for kind in KINDS.values()
+        if (kind.source, kind.option) == (problem.kind, problem.option)
     )
-    return given, Options(name, -1, problem.reverse)
+    return arguments, Options(name, -1, problem.reverse)
 
 
 OPERATOR = GatedScan()

@@ -27,8 +27,8 @@ from scan_registry.kernels.gated_scan.op.problems import (
     reset_is_dense,
 )
 from scan_registry.kernels.gated_scan.problem import GatedScanProblem
-from scan_registry.kernels.linear_scan.op import arguments
 from scan_registry.kernels.linear_scan.op import plans as linear_plans
+from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
 from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
@@ -47,12 +47,12 @@ def on_gpu(tensor: Tensor) -> bool:
     return bool(tensor.is_cuda)
 
 
-def _in_torch(given: Arguments, options: Options) -> bool:
+def _in_torch(arguments: Arguments, options: Options) -> bool:
     """Whether torch's operators compute it, by the backend, the device or the dtype."""
     return (
-        not on_gpu(given.inputs[0])
+        not on_gpu(arguments.inputs[0])
         or options.backend == "reference"
-        or not has_kernels(given, options)
+        or not has_kernels(arguments, options)
     )
 
 
@@ -96,7 +96,7 @@ def _named(
     names = [f"input{n}" for n in range(count)]
     several, dense_reset = end - count > 1, reset_is_dense(model.reset)
 
-    def named(flat: Sequence[Any], room: StateLayout) -> dict[str, Any]:
+    def named(flat: Sequence[Any], layout: StateLayout) -> dict[str, Any]:
         tensors = dict(zip(names, flat, strict=False))
         initial, reset, bounds = flat[end:]
         if several:
@@ -104,7 +104,7 @@ def _named(
         elif count < end:
             tensors["parameters"] = flat[count].contiguous()
         tensors["reset"] = reset if dense_reset else reset.contiguous()
-        tensors["initial_state"] = room.entering(initial)
+        tensors["initial_state"] = layout.entering(initial)
         tensors["offsets"] = bounds
         return tensors
 
@@ -114,55 +114,55 @@ def _named(
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def forward(given: Arguments, options: Options) -> Outputs:
+def forward(arguments: Arguments, options: Options) -> Outputs:
     """The states, with the strides of a new tensor like the first input; and if asked for the final state, with the strides
     of ``StateLayout``."""
-    if given.reset is not None:
-        given = aligned_reset(given)
-    outputs: Outputs = plan_cache.run(make_forward, given.flat, options)
+    if arguments.reset is not None:
+        arguments = aligned_reset(arguments)
+    outputs: Outputs = plan_cache.run(make_forward, arguments.flat, options)
     return outputs
 
 
 def make_forward(*args: Any) -> Plan:
     """The plan of ``forward``, from ``Arguments.flat`` and options."""
     *flat, options = args
-    given = Arguments.of(options.kind, flat)
+    arguments = Arguments.of(options.kind, flat)
 
     def in_torch(*flat: Any) -> Outputs:
-        given = Arguments.of(options.kind, flat)
+        arguments = Arguments.of(options.kind, flat)
         with torch.no_grad():
-            states, last = composed.forward(given, options)
-        return as_allotted(given, options, states, last)
+            states, last = composed.forward(arguments, options)
+        return as_allotted(arguments, options, states, last)
 
-    if is_linear(given, options):
-        return _forward_of_linear(given, options)
-    if _in_torch(given, options):
+    if is_linear(arguments, options):
+        return _forward_of_linear(arguments, options)
+    if _in_torch(arguments, options):
         return in_torch
-    plan = plan_forward(given, options, addresses_of(flat))
+    plan = plan_forward(arguments, options, addresses_of(flat))
     if isinstance(plan, Decision):
         decision = plan
         return lambda *flat: run_reference(decision, lambda: in_torch(*flat))
     return plan
 
 
-def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | Decision:
+def plan_forward(arguments: Arguments, options: Options, addresses: int) -> Plan | Decision:
     """The plan by which a kernel computes the states, and if asked for the final state. Or the decision, if no kernel fits."""
-    first, device = given.inputs[0], given.inputs[0].device
-    call = make_call("forward", given, options, addresses)
+    first, device = arguments.inputs[0], arguments.inputs[0].device
+    call = make_call("forward", arguments, options, addresses)
     prepared = _prepared(call.problem, device, options.backend)
     if isinstance(prepared, Decision):
         return prepared
     run, final, direct = prepared[0], options.final, call.direct
-    named, copy = _named(given, call), _copies(call)
-    room = StateLayout.of(first, options.dim, given.cu_seqlens)
+    named, copy = _named(arguments, call), _copies(call)
+    layout = StateLayout.of(first, options.dim, arguments.cu_seqlens)
     new_states = allocator(device, first.shape, first.dtype, call.dense)
 
     def plan(*flat: Any) -> Outputs:
-        tensors = named(flat, room)
+        tensors = named(flat, layout)
         if copy is not None:
             copy(tensors)
         states = tensors["states"] = new_states()
-        last = room.leaving(tensors["initial_state"]) if final else None
+        last = layout.leaving(tensors["initial_state"]) if final else None
         tensors["final_state"] = last
         run(tensors)
         return states if direct else torch.empty_like(flat[0]).copy_(states), last
@@ -170,11 +170,11 @@ def plan_forward(given: Arguments, options: Options, addresses: int) -> Plan | D
     return plan
 
 
-def _forward_of_linear(given: Arguments, options: Options) -> Plan:
+def _forward_of_linear(arguments: Arguments, options: Options) -> Plan:
     """``linear_scan`` gives states the strides of the tokens. ``gated_scan`` promises those of its first input, the gates."""
-    how, room = (
+    how, layout = (
         _linear_options(options),
-        StateLayout.of(given.inputs[0], options.dim, given.cu_seqlens),
+        StateLayout.of(arguments.inputs[0], options.dim, arguments.cu_seqlens),
     )
 
     def plan(gates: Tensor, tokens: Tensor, initial: Any, _: Any, bounds: Any) -> Outputs:
@@ -182,25 +182,25 @@ def _forward_of_linear(given: Arguments, options: Options) -> Plan:
         promised = torch.empty_like(gates, device="meta").stride()
         if states.stride() != promised:
             states = torch.empty_like(gates).copy_(states)
-        return states, room.entering(last)
+        return states, layout.entering(last)
 
     return plan
 
 
-def _linear_options(options: Options) -> arguments.Options:
-    return arguments.Options(options.dim, options.reverse, options.final, options.backend)
+def _linear_options(options: Options) -> LinearOptions:
+    return LinearOptions(options.dim, options.reverse, options.final, options.backend)
 
 
 def as_allotted(
-    given: Arguments, options: Options, states: Tensor, last: Tensor | None
+    arguments: Arguments, options: Options, states: Tensor, last: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The results, copied where they do not have the strides that the operator promises."""
-    model = given.inputs[0]
-    room = torch.empty_like(model)
-    if states.stride() != room.stride():
-        states = room.copy_(states)
+    model = arguments.inputs[0]
+    new = torch.empty_like(model)
+    if states.stride() != new.stride():
+        states = new.copy_(states)
     if last is not None:
-        of_state = StateLayout.of(model, options.dim, given.cu_seqlens)
+        of_state = StateLayout.of(model, options.dim, arguments.cu_seqlens)
         # A view of the states would keep all of them, and outputs of an operator share no memory.
         last = of_state.empty().copy_(last)
     return states, last
@@ -210,18 +210,18 @@ def as_allotted(
 
 
 def backward(
-    given: Arguments,
+    arguments: Arguments,
     states: Tensor,
     states_grad: Tensor | None,
     last_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """The gradients that are wanted, of ``given.differentiable``. ``states`` are those that ``forward`` returned. At least one
+    """The gradients that are wanted, of ``arguments.differentiable``. ``states`` are those that ``forward`` returned. At least one
     of ``states_grad`` and ``last_grad`` is not None."""
-    if given.reset is not None:
-        given = aligned_reset(given)
-    tensors = *given.flat, states, states_grad, last_grad
+    if arguments.reset is not None:
+        arguments = aligned_reset(arguments)
+    tensors = *arguments.flat, states, states_grad, last_grad
     gradients: Gradients = plan_cache.run(make_backward, tensors, options, wanted)
     return gradients
 
@@ -230,22 +230,22 @@ def make_backward(*args: Any) -> Plan:
     """The plan of ``backward``, from its tensors, options and what is wanted."""
     *tensors, options, wanted = args
     *flat, states, states_grad, last_grad = tensors
-    given = Arguments.of(options.kind, flat)
+    arguments = Arguments.of(options.kind, flat)
 
     def in_torch(*tensors: Any) -> Gradients:
         *flat, _, states_grad, last_grad = tensors
         # ``composed.backward`` calls autograd. The dispatcher may have excluded autograd's keys by now.
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
         with recorded, torch.no_grad():
-            given = Arguments.of(options.kind, flat)
-            return composed.backward(given, options, states_grad, last_grad, wanted)
+            arguments = Arguments.of(options.kind, flat)
+            return composed.backward(arguments, options, states_grad, last_grad, wanted)
 
-    if is_linear(given, options):
+    if is_linear(arguments, options):
         return _backward_of_linear(options, wanted)
-    if _in_torch(given, options):
+    if _in_torch(arguments, options):
         return in_torch
     plan = plan_backward(
-        given, states, states_grad, last_grad, options, wanted, addresses_of(tensors)
+        arguments, states, states_grad, last_grad, options, wanted, addresses_of(tensors)
     )
     if isinstance(plan, Decision):
         decision = plan
@@ -271,7 +271,7 @@ def _backward_of_linear(options: Options, wanted: tuple[bool, ...]) -> Plan:
 
 
 def plan_backward(
-    given: Arguments,
+    arguments: Arguments,
     states: Tensor,
     states_grad: Tensor | None,
     last_grad: Tensor | None,
@@ -280,46 +280,46 @@ def plan_backward(
     addresses: int,
 ) -> Plan | Decision:
     """The plan by which a kernel computes the gradients that are wanted. Or the decision, if no kernel fits."""
-    first, device = given.inputs[0], given.inputs[0].device
+    first, device = arguments.inputs[0], arguments.inputs[0].device
     others = {"states": states}
     if states_grad is not None:
         others["states_grad"] = states_grad
-    call = make_call("backward", given, options, addresses, others)
+    call = make_call("backward", arguments, options, addresses, others)
     prepared = _prepared(call.problem, device, options.backend)
     if isinstance(prepared, Decision):
         return prepared
     run, parts = prepared
-    named, copy = _named(given, call), _copies(call)
-    room = StateLayout.of(first, options.dim, given.cu_seqlens)
-    inputs, count = len(given.inputs), len(given.parameters)
+    named, copy = _named(arguments, call), _copies(call)
+    layout = StateLayout.of(first, options.dim, arguments.cu_seqlens)
+    inputs, count = len(arguments.inputs), len(arguments.parameters)
     of_inputs = [n for n in range(inputs) if wanted[n]]
     of_parameters = wanted[inputs:-1]
-    for_initial = wanted[-1] and given.initial_state is not None
+    for_initial = wanted[-1] and arguments.initial_state is not None
     new_grad = allocator(device, first.shape, first.dtype, call.dense)
     new_sums = allocator(device, (parts, count, call.problem.channels))
     blank: list[Tensor | None] = [None] * len(wanted)
 
     def plan(*args: Any) -> Gradients:
         *flat, states, states_grad, last_grad = args
-        tensors = named(flat, room)
+        tensors = named(flat, layout)
         tensors["states"] = states
         tensors["states_grad"] = new_grad().zero_() if states_grad is None else states_grad
         if copy is not None:
             copy(tensors)
-        entering = tensors["final_state_grad"] = room.entering(last_grad)
-        found = [*blank]
+        entering = tensors["final_state_grad"] = layout.entering(last_grad)
+        gradients = [*blank]
         for n in of_inputs:
-            tensors[f"input{n}_grad"] = found[n] = new_grad()
+            tensors[f"input{n}_grad"] = gradients[n] = new_grad()
         if any(of_parameters):
             tensors["parameters_grad"] = new_sums()
         if for_initial:
-            tensors["initial_state_grad"] = found[-1] = room.leaving(entering)
+            tensors["initial_state_grad"] = gradients[-1] = layout.leaving(entering)
         run(tensors)
         if any(of_parameters):
             sums = tensors["parameters_grad"].sum(0)
             for n, want in enumerate(of_parameters):
                 if want:
-                    found[inputs + n] = sums[n]
-        return tuple(found)
+                    gradients[inputs + n] = sums[n]
+        return tuple(gradients)
 
     return plan

@@ -24,8 +24,8 @@ from scan_registry.kernels.gated_scan.problem import (
     Layout,
     Strides,
 )
-from scan_registry.kernels.linear_scan.op import arguments
 from scan_registry.kernels.linear_scan.op import stretches as resets
+from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.layout import KernelCall as LinearKernelCall
 from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_kernel_call
 from scan_registry.kernels.linear_scan.reference import compute_dtype
@@ -64,18 +64,18 @@ class KernelCall:
         """None: no kernel of this family also does the work of another."""
 
 
-def has_kernels(given: Arguments, options: Options) -> bool:
+def has_kernels(arguments: Arguments, options: Options) -> bool:
     """Whether this family has kernels for it. ``linear_scan`` has those for kind ``linear`` without resets. None is in
     Triton."""
-    first = given.inputs[0]
-    if options.backend == "triton" or is_linear(given, options):
+    first = arguments.inputs[0]
+    if options.backend == "triton" or is_linear(arguments, options):
         return False
     return first.dtype in COMPILED and first.numel() > 0
 
 
-def is_linear(given: Arguments, options: Options) -> bool:
+def is_linear(arguments: Arguments, options: Options) -> bool:
     """Whether ``linear_scan`` computes it: kind ``linear`` without resets."""
-    return options.kind == "linear" and given.reset is None
+    return options.kind == "linear" and arguments.reset is None
 
 
 def ordered(values: Sequence[int], dim: int) -> Sizes:
@@ -86,14 +86,14 @@ def ordered(values: Sequence[int], dim: int) -> Sizes:
 
 def make_call(
     direction: Direction,
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     addresses: int,
     others: Mapping[str, Tensor] | None = None,
 ) -> KernelCall:
     """The kernel call for one pass. ``others`` are the other tensors of a backward pass: ``states`` and ``states_grad``.
     ``addresses`` is ``addresses_of`` all tensors."""
-    first, dim = given.inputs[0], options.dim
+    first, dim = arguments.inputs[0], options.dim
     sizes = ordered(first.shape, dim)
     promised = ordered(as_new(first).stride(), dim)
     layout = _layout(sizes, promised)
@@ -101,7 +101,7 @@ def make_call(
     if layout is None:  # batches are innermost
         layout, whole = "time_last", (sizes[1] * sizes[2], sizes[2], 1)
     dense = _plain(whole, sizes, layout)
-    inputs = {f"input{n}": _own(x, dim, layout) for n, x in enumerate(given.inputs)}
+    inputs = {f"input{n}": _own(x, dim, layout) for n, x in enumerate(arguments.inputs)}
     shared = _shared([*inputs.values()], dense, sizes, layout)
     copied = [name for name, own in inputs.items() if own != shared]
     strides = {"inputs": shared, "states": dense, "states_grad": dense, "grads": dense}
@@ -111,8 +111,8 @@ def make_call(
             strides[name] = own
         else:
             copied.append(name)
-    kind, bounds, reset = KINDS[options.kind], given.cu_seqlens, given.reset
-    named = {name: Strides(0, *each) for name, each in strides.items()}
+    kind, bounds, reset = KINDS[options.kind], arguments.cu_seqlens, arguments.reset
+    named = {name: Strides(0, *own) for name, own in strides.items()}
     named["state"] = _state_strides(StateLayout.of(first, dim, bounds), dim)
     problem = GatedScanProblem(
         direction=direction,
@@ -169,7 +169,7 @@ def _shared(own: Sequence[Sizes], dense: Sizes, sizes: Sizes, layout: Layout) ->
     """The strides that all inputs are to have: those of one of the inputs, or dense ones, so that the fewest are copied."""
 
     def copies(strides: Sizes) -> int:
-        return sum(each != strides for each in own)
+        return sum(of_input != strides for of_input in own)
 
     fitting = [
         strides
@@ -191,11 +191,11 @@ def _has_room(strides: Sizes, sizes: Sizes) -> bool:
     return end <= _MOST_ROOM * sizes[0] * sizes[1] * sizes[2]
 
 
-def _state_strides(room: StateLayout, dim: int) -> Strides:
-    if room.packed:
-        batch, channel, sequence = ordered(room.strides, dim)
+def _state_strides(layout: StateLayout, dim: int) -> Strides:
+    if layout.packed:
+        batch, channel, sequence = ordered(layout.strides, dim)
         return Strides(0, batch, channel, sequence)
-    batch, channel = room.strides
+    batch, channel = layout.strides
     return Strides(0, batch, channel, 0)
 
 
@@ -211,21 +211,21 @@ def _reset_batch(reset: Tensor | None) -> int:
     return reset.stride(0) if reset_is_dense(reset) else reset.shape[1]
 
 
-def describe(given: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
+def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
     """The kernel calls by direction; ``backward`` only if ``differentiated``. Nothing is computed."""
-    first, bounds = given.inputs[0], given.cu_seqlens
+    first, bounds = arguments.inputs[0], arguments.cu_seqlens
     if first.numel() == 0:
         return {}
-    addresses = addresses_of(aligned_reset(given).flat)
+    addresses = addresses_of(aligned_reset(arguments).flat)
     model = torch.empty_like(first, device="meta")
     calls: dict[Direction, KernelCall] = {
-        "forward": make_call("forward", given, options, addresses)
+        "forward": make_call("forward", arguments, options, addresses)
     }
     if differentiated:
         others = {"states": model, "states_grad": model}
-        calls["backward"] = make_call("backward", given, options, addresses, others)
-    gates, how = model.to(compute_dtype(first.dtype)), arguments.Options(*options[1:])
-    if given.reset is not None:
+        calls["backward"] = make_call("backward", arguments, options, addresses, others)
+    gates, how = model.to(compute_dtype(first.dtype)), LinearOptions(*options[1:])
+    if arguments.reset is not None:
         gates, _, bounds, how = resets.stretches(gates, how)
     return {
         direction: replace(call, stand_in=("linear_scan", _scan(direction, gates, bounds, how)))
@@ -234,7 +234,7 @@ def describe(given: Arguments, options: Options, differentiated: bool) -> dict[s
 
 
 def _scan(
-    direction: Direction, gates: Tensor, bounds: Tensor | None, options: arguments.Options
+    direction: Direction, gates: Tensor, bounds: Tensor | None, options: LinearOptions
 ) -> LinearKernelCall:
     """The call of ``linear_scan`` for gates, and tokens and states like them."""
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
@@ -242,10 +242,10 @@ def _scan(
     return make_kernel_call(direction, gates, others, bounds, options.dim, options.reverse)
 
 
-def aligned_reset(given: Arguments) -> Arguments:
+def aligned_reset(arguments: Arguments) -> Arguments:
     """The arguments with a ``reset`` that starts on 16 bytes. ``reset`` is small, so it is copied rather than let its address
     rule out aligned access to all tensors."""
-    reset = given.reset
+    reset = arguments.reset
     if reset is None or reset.data_ptr() & 15 == 0:
-        return given
-    return given._replace(reset=reset.clone())
+        return arguments
+    return arguments._replace(reset=reset.clone())

@@ -48,16 +48,16 @@ def _name(dtype: torch.dtype) -> str:
 def check_tensors(gates: Any, tokens: Any, initial_state: Any, cu_seqlens: Any) -> None:
     """Refuse what are no dense tensors on one device; ``TypeError`` or ``ValueError`` names it."""
     optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    given = {"gates": gates, "tokens": tokens}
+    tensors = {"gates": gates, "tokens": tokens}
     # ``|=`` would break the graph of torch.compile in torch 2.6.
-    given.update({name: value for name, value in optional.items() if value is not None})
-    for name, value in given.items():
+    tensors.update({name: value for name, value in optional.items() if value is not None})
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:
             values = f"{name}.values() with dim=0 and cu_seqlens={name}.offsets()"
             refuse_layout(name, value, of_jagged=values)
-    for name, value in given.items():
+    for name, value in tensors.items():
         if value.device != tokens.device:
             raise ValueError(
                 f"{name} is on {value.device}, tokens on {tokens.device}; "

@@ -129,14 +129,14 @@ class _Derivatives(Derivatives):
     def empty_gradients(self, back: Pass) -> tuple[Tensor | None, ...]:
         gates, states, _, bounds = back.saved
         model = back.grads[0] if states is None else states
-        made = (
+        grads = (
             gates.new_empty(gates.shape)
             if not same_shape(gates.shape, model.shape)
             else torch.empty_like(model, dtype=gates.dtype),
             torch.empty_like(model),
             StateLayout.of(model, back.options.dim, bounds).empty(),
         )
-        return tuple(each if want else None for each, want in zip(made, back.wanted, strict=True))
+        return tuple(grad if want else None for grad, want in zip(grads, back.wanted, strict=True))
 
     def composed_backward(self, back: Pass) -> Gradients:
         return differentiable_backward(*_in_order(back), back.options, back.wanted)

@@ -57,10 +57,10 @@ class Case:
             layout, shape, word, *options = text.split(":")
             dtype = DTYPE_WORDS.get(word, word)
             batch, channels, time = map(int, shape.split(","))
-            given = dict(option.split("=") for option in options)
-            sequences, gates = int(given.pop("sequences", 0)), given.pop("gates", GATES[0])
-            reverse, state = (_FLAGS.index(given.pop(name, "0")) for name in ("reverse", "state"))
-            if given:
+            chosen = dict(option.split("=") for option in options)
+            sequences, gates = int(chosen.pop("sequences", 0)), chosen.pop("gates", GATES[0])
+            reverse, state = (_FLAGS.index(chosen.pop(name, "0")) for name in ("reverse", "state"))
+            if chosen:
                 raise ValueError
         except ValueError:
             raise ValueError(
@@ -149,8 +149,8 @@ class Case:
         if not self.state:
             return None
         model = torch.empty(self.shape, dtype=getattr(torch, self.dtype), device=device)
-        room = StateLayout.of(model, self.dim, self.bounds("cpu"))
-        return room.empty().normal_()
+        layout = StateLayout.of(model, self.dim, self.bounds("cpu"))
+        return layout.empty().normal_()
 
     def bounds(self, device: torch.device | str) -> Tensor | None:
         """Where the packed sequences begin and end; None where none are packed."""
@@ -187,7 +187,7 @@ _LONG = tuple(1 << n for n in range(10, 17))
 
 
 def _targets() -> Iterator[PerformanceTarget]:
-    def each(
+    def targets(
         layout: str,
         shapes: Iterable[tuple[int, int, int]],
         dtypes: Sequence[str],
@@ -197,21 +197,21 @@ def _targets() -> Iterator[PerformanceTarget]:
         for dtype, (batch, channels, time) in product(dtypes, shapes):
             yield PerformanceTarget(Case(layout, batch, channels, time, dtype, **options), ratio)
 
-    yield from each("time_last", [(8, 1536, t) for t in _LONG], _ALL, 0.95)
-    yield from each("time_last", [(8, 1536, t) for t in (128, 256, 512)], _TWO, 0.88)
+    yield from targets("time_last", [(8, 1536, t) for t in _LONG], _ALL, 0.95)
+    yield from targets("time_last", [(8, 1536, t) for t in (128, 256, 512)], _TWO, 0.88)
     for batch, channels in ((8, 1024), (4, 2048), (16, 512), (8, 1536)):
         shapes = [(batch, channels, t) for t in _LONG[:-1]]
-        yield from each("channel_last", shapes, _ALL, 0.95)
+        yield from targets("channel_last", shapes, _ALL, 0.95)
     few = [(1, 1, 1 << 24), (1, 16, 1 << 20), (1, 64, 1 << 20)]
-    yield from each("time_last", few, _TWO, 0.85)
-    yield from each("channel_last", [(1, 16, 1 << 20), (1, 64, 1 << 17)], _TWO, 0.85)
-    yield from each("channel_last", [(1, 2048, 8192), (2, 1024, 4096)], _NARROW, 0.80)
-    yield from each("time_last", [(4096, 512, 64), (65536, 64, 16)], _TWO, 0.85)
-    yield from each("time_last", [(3, 1537, 4099)], _TWO, 0.80)
-    yield from each("channel_last", [(8, 1001, 4099)], _TWO, 0.80)
-    yield from each("time_last", [(8, 512, 8192)], ("complex64", "float64"), 0.88)
-    yield from each("channel_last", [(1, 1024, 1 << 20)], _NARROW, 0.88, sequences=64)
-    yield from each("channel_last", [(8, 1024, 8192)], _NARROW, 0.90, gates="channel")
+    yield from targets("time_last", few, _TWO, 0.85)
+    yield from targets("channel_last", [(1, 16, 1 << 20), (1, 64, 1 << 17)], _TWO, 0.85)
+    yield from targets("channel_last", [(1, 2048, 8192), (2, 1024, 4096)], _NARROW, 0.80)
+    yield from targets("time_last", [(4096, 512, 64), (65536, 64, 16)], _TWO, 0.85)
+    yield from targets("time_last", [(3, 1537, 4099)], _TWO, 0.80)
+    yield from targets("channel_last", [(8, 1001, 4099)], _TWO, 0.80)
+    yield from targets("time_last", [(8, 512, 8192)], ("complex64", "float64"), 0.88)
+    yield from targets("channel_last", [(1, 1024, 1 << 20)], _NARROW, 0.88, sequences=64)
+    yield from targets("channel_last", [(8, 1024, 8192)], _NARROW, 0.90, gates="channel")
 
 
 #: (batch, channels, time), whatever the layout; the quickest first, of which a budget covers the most.
@@ -269,14 +269,14 @@ class ScanBenchmark(Benchmark):
     def parse(self, text: str) -> Case:
         return Case.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Case]:
-        named = [Case.parse(text) for text in given.case]
-        layout = known("--layout", given.layout, LAYOUTS)
-        dtype = DTYPE_WORDS[known("--dtype", given.dtype, [*DTYPE_WORDS])]
-        channels, batch = (whole_number(name, getattr(given, name)) for name in ("d_model", "bs"))
+    def cases(self, args: Namespace, kind: str) -> list[Case]:
+        named = [Case.parse(text) for text in args.case]
+        layout = known("--layout", args.layout, LAYOUTS)
+        dtype = DTYPE_WORDS[known("--dtype", args.dtype, [*DTYPE_WORDS])]
+        channels, batch = (whole_number(name, getattr(args, name)) for name in ("d_model", "bs"))
         if named:
             return named
-        text = SEQLENS[kind] if given.seqlens is None else given.seqlens
+        text = SEQLENS[kind] if args.seqlens is None else args.seqlens
         times = lengths(text)
         if batch * channels * max(times) > MOST_ELEMENTS:
             raise ValueError(

@@ -64,8 +64,8 @@ def on_copies(
 
 def _new(parts: Mapping[str, _Part], tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Memory for the copies of those tensors that are given."""
-    given = ((name, part, tensors.get(name)) for name, part in parts.items())
-    return {name: part.new(tensor) for name, part, tensor in given if tensor is not None}
+    present = ((name, part, tensors.get(name)) for name, part in parts.items())
+    return {name: part.new(tensor) for name, part, tensor in present if tensor is not None}
 
 
 class _Part:
@@ -84,7 +84,7 @@ class _Part:
     def of(cls, problem: LinearScanProblem, posed: LinearScanProblem, name: str) -> _Part:
         group = _GROUPS.get(name, name)
         is_state = group == "state"
-        steps = (max(1, each.sequences) if is_state else each.time for each in (problem, posed))
+        steps = (max(1, one.sequences) if is_state else one.time for one in (problem, posed))
         own_steps, steps_there = steps
         own, there = problem.strides_of(group), posed.strides_of(group)
         # Where outer and batch are one dimension of the copy, the outer one steps over whole batches.

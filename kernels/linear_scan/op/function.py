@@ -125,26 +125,26 @@ def linear_scan(
         and forward_ad._current_level < 0
         and (cu_seqlens is None or not flag("SCAN_REGISTRY_DEBUG"))
         and (
-            found := fast_scan(
+            outputs := fast_scan(
                 (gates, tokens, initial_state, cu_seqlens),
                 (dim, reverse, return_final_state, backend),
             )
         )
         is not None
     ):
-        return found  # type: ignore[no-any-return]
+        return outputs  # type: ignore[no-any-return]
     how = dim, reverse, return_final_state, backend
     tensors = gates, tokens, initial_state, cu_seqlens, reset
     if (sharded := call_sharded("linear_scan", tensors, how)) is not None:
         return sharded  # type: ignore[no-any-return]
     options = Options(dim, reverse, return_final_state, backend)
-    given = normalised(gates, tokens, initial_state, cu_seqlens, options)
+    arguments = normalised(gates, tokens, initial_state, cu_seqlens, options)
     if reset is None:
-        states, last = scan(*given)
+        states, last = scan(*arguments)
     else:
         from scan_registry.kernels.linear_scan.op import resets as linear_scan_resets
 
-        gates, tokens, *others = given
+        gates, tokens, *others = arguments
         states, last = linear_scan_resets.scan(gates, tokens, reset, *others)  # type: ignore[arg-type]
     return states if last is None else (states, last)
 
@@ -165,9 +165,9 @@ def describe(
     derivatives only if they are asked for. With ``reset`` they are those of ``gated_scan``, if it has kernels for such
     numbers. Nothing is computed."""
     options = Options(dim, reverse, return_final_state, backend)
-    given = gates, tokens, initial_state
-    gates, tokens, initial_state, bounds, options = normalised(*given, cu_seqlens, options)
-    wanted = [tensor is not None and tensor.requires_grad for tensor in given]
+    differentiable = gates, tokens, initial_state
+    gates, tokens, initial_state, bounds, options = normalised(*differentiable, cu_seqlens, options)
+    wanted = [tensor is not None and tensor.requires_grad for tensor in differentiable]
     if reset is not None:
         from scan_registry.kernels.linear_scan.op import resets as linear_scan_resets
 

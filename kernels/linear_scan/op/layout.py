@@ -100,8 +100,8 @@ def arrange(
         return None
 
     def unit(axis: _Axis) -> bool:
-        found = set(axis.strides[:count])
-        return 1 in found and found <= {0, 1}
+        strides = set(axis.strides[:count])
+        return 1 in strides and strides <= {0, 1}
 
     if unit(time):
         outer, batch, channel = ([missing] * _FOLDED + others)[-_FOLDED:]
@@ -118,7 +118,7 @@ def _arrangement(
     layout: Layout, outer: _Axis, batch: _Axis, channel: _Axis, time: _Axis
 ) -> Arrangement:
     axes = outer, batch, channel, time
-    strides = tuple(Strides(*each) for each in zip(*(axis.strides for axis in axes), strict=True))
+    strides = tuple(Strides(*own) for own in zip(*(axis.strides for axis in axes), strict=True))
     return Arrangement(layout, outer.size, batch.size, channel.size, time.size, strides)
 
 

@@ -87,26 +87,26 @@ class LinearScan(Operator):
 
         return "gated_scan" if isinstance(call, gated_scan_problems.KernelCall) else self.name
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         gates_dtype, gates_shape, bounds = dtype, shape, None
-        if given.gates_dtype is not None:
-            gates_dtype = DTYPES[known("--gates-dtype", given.gates_dtype, [*DTYPES])]
-        if given.gates_shape is not None:
-            gates_shape = parse_shape("--gates-shape", given.gates_shape)
-        if given.sequences is not None:
-            if not 1 <= given.sequences <= _MOST_SEQUENCES:
+        if args.gates_dtype is not None:
+            gates_dtype = DTYPES[known("--gates-dtype", args.gates_dtype, [*DTYPES])]
+        if args.gates_shape is not None:
+            gates_shape = parse_shape("--gates-shape", args.gates_shape)
+        if args.sequences is not None:
+            if not 1 <= args.sequences <= _MOST_SEQUENCES:
                 raise ValueError(
-                    f"--sequences is {given.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
+                    f"--sequences is {args.sequences}; accepted are numbers from 1 to {_MOST_SEQUENCES}"
                 )
             import torch
 
-            bounds = torch.empty(given.sequences + 1, dtype=torch.int64, device="meta")
+            bounds = torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
         tensors = described_tensor(gates_shape, gates_dtype), described_tensor(shape, dtype)
-        how = {"dim": -1 if given.dim is None else given.dim, "reverse": given.reverse}
+        how = {"dim": -1 if args.dim is None else args.dim, "reverse": args.reverse}
         of_gates = {"gates_dtype": gates_dtype, "gates_shape": list(gates_shape)}
-        record = {**how, **of_gates, "sequences": given.sequences}
+        record = {**how, **of_gates, "sequences": args.sequences}
         reset = None
-        if given.reset:
+        if args.reset:
             import torch
 
             from scan_registry.kernels.linear_scan.op.stretches import reset_shape
@@ -115,7 +115,7 @@ class LinearScan(Operator):
             if not -len(shape) <= dim < len(shape):
                 dim = -1  # the call refuses it
             reset = torch.empty(reset_shape(shape, dim), dtype=torch.bool, device="meta")
-        record["reset"] = bool(given.reset)
+        record["reset"] = bool(args.reset)
         return ParsedCall(tensors, {**how, "cu_seqlens": bounds, "reset": reset}, record)
 
     def run_on_cpu(self, problem: LinearScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
@@ -128,8 +128,8 @@ class LinearScan(Operator):
             gates, tokens = tensors["gates"], tensors["tokens"]
             assert gates is not None
             assert tokens is not None
-            found = summary_on_cpu(gates, tokens, Options(-1, problem.reverse))
-            for name, result in zip(("final_gate", "final_state"), found, strict=True):
+            summary = summary_on_cpu(gates, tokens, Options(-1, problem.reverse))
+            for name, result in zip(("final_gate", "final_state"), summary, strict=True):
                 out = tensors[name]
                 assert out is not None
                 out.copy_(result)
@@ -167,15 +167,15 @@ class LinearScan(Operator):
         from scan_registry.kernels.linear_scan.op.problems import StateLayout
 
         first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
-        room = StateLayout.of(first, case.dim, bounds)
+        layout = StateLayout.of(first, case.dim, bounds)
         outputs = {name: torch.empty_like(first) for name in self.outputs(case, problem)}
         if problem.sums:
-            outputs["gates_grad"] = room.leaving(None)
+            outputs["gates_grad"] = layout.leaving(None)
         states: dict[str, Tensor | None] = {}
         if case.state:
             entering, leaving = _STATES[problem.direction]
             states = {name: case.entering(device) for name in entering}
-            outputs[leaving] = room.leaving(None)
+            outputs[leaving] = layout.leaving(None)
         return {
             "gates": case.random_gates(device),
             "offsets": bounds,

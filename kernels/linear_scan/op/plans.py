@@ -68,8 +68,8 @@ def runner(
         layout = (problem.layout,) if problem.direction == "reduction" else ()
 
         def run_here(tensors: Mapping[str, Tensor | None]) -> None:
-            given = [tensors.get(name) for name in names]
-            pointers = tuple([None if each is None else each.data_ptr() for each in given])
+            pointed = [tensors.get(name) for name in names]
+            pointers = tuple([None if tensor is None else tensor.data_ptr() for tensor in pointed])
             threads = torch.get_num_threads()
             kernel(problem.dtype, problem.gates_dtype, pointers, numbers, threads, *layout)
 
@@ -150,18 +150,18 @@ def plan_forward(
     dim, reverse, final = options.dim, options.reverse, options.final
     _check(gates, [tokens], cu_seqlens)
     device = tokens.device
-    room = StateLayout.of(tokens, dim, cu_seqlens)
+    layout = StateLayout.of(tokens, dim, cu_seqlens)
 
     def by_reference(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
         states, last = reference.forward(
             gates, tokens, initial, dim=dim, reverse=reverse, cu_seqlens=bounds
         )
-        return states, room.entering(last) if final else None
+        return states, layout.entering(last) if final else None
 
     if tokens.numel() == 0:
 
         def nothing(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
-            return torch.empty_like(tokens), room.unchanged(initial) if final else None
+            return torch.empty_like(tokens), layout.unchanged(initial) if final else None
 
         return nothing
     if options.backend == "reference":
@@ -174,8 +174,8 @@ def plan_forward(
 
     def plan(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
         states = torch.empty_like(tokens)
-        entering = room.entering(initial)
-        last = room.leaving(entering) if final else None
+        entering = layout.entering(initial)
+        last = layout.leaving(entering) if final else None
         inputs = {"gates": gates, "tokens": tokens}
         if call.copied:
             inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
@@ -237,17 +237,17 @@ def summary_on_cpu(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Ten
 def _plan_summary(gates: Tensor, tokens: Tensor, options: Options) -> Callable[..., Any]:
     dim, reverse = options.dim, options.reverse
     _check(gates, [tokens], None)
-    room = StateLayout.of(tokens, dim, None)
+    layout = StateLayout.of(tokens, dim, None)
 
     def by_reference(gates: Tensor, tokens: Tensor) -> Any:
-        found = reference.summary(gates, tokens, dim=dim, reverse=reverse)
-        return tuple(room.entering(each) for each in found)
+        summary = reference.summary(gates, tokens, dim=dim, reverse=reverse)
+        return tuple(layout.entering(part) for part in summary)
 
     def on_cpu(gates: Tensor, tokens: Tensor) -> Any:
-        return tuple(room.entering(each) for each in summary_on_cpu(gates, tokens, options))
+        return tuple(layout.entering(part) for part in summary_on_cpu(gates, tokens, options))
 
     if tokens.numel() == 0:
-        return lambda *_: (room.empty().fill_(1), room.empty().zero_())
+        return lambda *_: (layout.empty().fill_(1), layout.empty().zero_())
     if options.backend == "reference":
         return by_reference
     if tokens.device.type == "cpu":
@@ -259,7 +259,7 @@ def _plan_summary(gates: Tensor, tokens: Tensor, options: Options) -> Callable[.
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
 
     def plan(gates: Tensor, tokens: Tensor) -> Any:
-        final_gate, final_state = room.empty(), room.empty()
+        final_gate, final_state = layout.empty(), layout.empty()
         inputs = {"gates": gates, "tokens": tokens}
         if call.copied:
             inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
@@ -306,7 +306,7 @@ def plan_backward(
     device = gates.device
     for_gates, for_tokens, for_initial = wanted
     model = states_grad if states is None else states
-    room = StateLayout.of(model, dim, cu_seqlens)
+    layout = StateLayout.of(model, dim, cu_seqlens)
 
     def by_reference(
         gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
@@ -315,8 +315,8 @@ def plan_backward(
         of_gates, of_tokens, leaving = reference.backward(
             gates, known, grad, initial, last_grad, dim=dim, reverse=reverse, cu_seqlens=bounds
         )
-        found = of_gates, of_tokens, room.entering(leaving)
-        return tuple(each if want else None for each, want in zip(found, wanted, strict=True))
+        grads = of_gates, of_tokens, layout.entering(leaving)
+        return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
     if model.numel() == 0:
 
@@ -324,7 +324,7 @@ def plan_backward(
             return (
                 gates.new_zeros(gates.shape) if for_gates else None,
                 torch.empty_like(grad) if for_tokens else None,
-                room.unchanged(last) if for_initial else None,
+                layout.unchanged(last) if for_initial else None,
             )
 
         return nothing
@@ -345,11 +345,11 @@ def plan_backward(
         gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
     ) -> Any:
         model = grad if states is None else states
-        initial, entering = room.entering(initial), room.entering(last_grad)
-        leaving = room.leaving(entering) if for_initial else None
+        initial, entering = layout.entering(initial), layout.entering(last_grad)
+        leaving = layout.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
         if summing is not None:
-            gates_grad = room.leaving(None)
+            gates_grad = layout.leaving(None)
         elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
         if for_tokens or reduce is not None:

@@ -175,6 +175,6 @@ def _with_full_tiles(arranged: Arrangement) -> Arrangement:
     and batches are summed one after the other. So the larger of the two counts as channels."""
     if arranged.layout != "time_last" or arranged.batch <= arranged.channels:
         return arranged
-    strides = [replace(each, batch=each.channel, channel=each.batch) for each in arranged.strides]
+    strides = [replace(own, batch=own.channel, channel=own.batch) for own in arranged.strides]
     batch, channels = arranged.channels, arranged.batch
     return replace(arranged, batch=batch, channels=channels, strides=tuple(strides))

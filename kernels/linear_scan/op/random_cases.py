@@ -27,13 +27,13 @@ _Choice = TypeVar("_Choice")
 def draw(number: int, seed: int) -> list[Case]:
     """So many different cases, the same for the same seed; of fewer of a seed, the first."""
     source, flags = Random(seed), Random(seed + _OTHER)
-    found: dict[Case, None] = {}
-    while len(found) < number:
+    cases: dict[Case, None] = {}
+    while len(cases) < number:
         case = _one(source)
         if LEAST_TRAFFIC <= case.traffic("forward") <= MOST_TRAFFIC:
             reverse, state = flags.random() < REVERSE, flags.random() < STATE
-            found[replace(case, reverse=reverse, state=state)] = None
-    return list(found)
+            cases[replace(case, reverse=reverse, state=state)] = None
+    return list(cases)
 
 
 def _one(source: Random) -> Case:
@@ -61,8 +61,8 @@ def _log_uniform(source: Random, most: int) -> int:
 def _pick(source: Random, chances: Mapping[_Choice, float]) -> _Choice:
     """By ``random()`` alone, of which Python promises the same numbers in all its versions."""
     left = source.random()
-    for each, chance in chances.items():
+    for choice, chance in chances.items():
         left -= chance
         if left < 0:
-            return each
-    return each
+            return choice
+    return choice

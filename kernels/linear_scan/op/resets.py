@@ -41,8 +41,8 @@ def scan(
     check(reset, tokens, options)
     tensors = gates, tokens, reset, initial_state, cu_seqlens
     if _alike(gates, tokens, options):
-        given = Arguments((gates, tokens), (), *tensors[2:])
-        return gated_scan_derivatives.scan(given, GatedOptions("linear", *options))
+        arguments = Arguments((gates, tokens), (), *tensors[2:])
+        return gated_scan_derivatives.scan(arguments, GatedOptions("linear", *options))
     if not gated_scan_plans.on_gpu(tokens) or not has_kernels(gates, tokens) or transforms_active():
         return resets.scan(*tensors, options)
     view = _View(tokens.shape, options.dim)
@@ -74,9 +74,9 @@ def describe(
 ) -> Mapping[str, KernelCall]:
     """The kernel calls of ``gated_scan`` that compute it on a GPU, by direction. Nothing is computed."""
     view = _View(tokens.shape, options.dim)
-    given = view.arguments(gates, tokens, reset, initial_state, cu_seqlens)
+    arguments = view.arguments(gates, tokens, reset, initial_state, cu_seqlens)
     of_three = GatedOptions("linear", -2, *options[1:])
-    return gated_scan_problems.describe(given, of_three, differentiated)
+    return gated_scan_problems.describe(arguments, of_three, differentiated)
 
 
 def _alike(gates: Tensor, tokens: Tensor, options: Options) -> bool:

@@ -69,7 +69,7 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
 def _is_usual(state: Any, gate: Any, token: Any) -> bool:
     """Whether these are tensors that ``_check`` would accept, as those of nearly all calls are; this costs less."""
     tensors = state, gate, token
-    if not all(type(each) is Tensor and not each.is_nested for each in tensors):
+    if not all(type(tensor) is Tensor and not tensor.is_nested for tensor in tensors):
         return False
     narrower = state.dtype == torch.float32 and gate.dtype in _NARROW
     return bool(
@@ -85,8 +85,8 @@ def _is_usual(state: Any, gate: Any, token: Any) -> bool:
 
 
 def _check(state: Any, gate: Any, token: Any) -> None:
-    given = (("state", state), ("gate", gate), ("token", token))
-    for name, tensor in given:
+    named = (("state", state), ("gate", gate), ("token", token))
+    for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
@@ -99,7 +99,7 @@ def _check(state: Any, gate: Any, token: Any) -> None:
             raise ValueError(
                 f"{name} is on {tensor.device}, state on {state.device}; they must be on one device"
             )
-    for name, tensor in given[1:]:
+    for name, tensor in named[1:]:
         if (tensor.dtype in _WIDE) != (state.dtype in _WIDE):
             raise TypeError(
                 f"state has dtype {state.dtype}, {name} {tensor.dtype}; float64 does not mix with narrower dtypes"

@@ -72,10 +72,10 @@ def linear_scan_summary(
         return plans.summary(gates, tokens, options)
     if not _is_compiling():
         flops.announce()
-    return _op(gates, tokens, *_given(options))  # type: ignore[no-any-return]
+    return _op(gates, tokens, *_own_options(options))  # type: ignore[no-any-return]
 
 
-def _given(options: Options) -> tuple[int, bool, str]:
+def _own_options(options: Options) -> tuple[int, bool, str]:
     """The operator's own options."""
     return options.dim, options.reverse, options.backend
 
@@ -96,7 +96,7 @@ class LinearScanSummary(torch.autograd.Function):
             final_gate, final_state = plans.summary(gates, tokens, options)
         else:
             with below_autograd():
-                final_gate, final_state = _op(gates, tokens, *_given(options))
+                final_gate, final_state = _op(gates, tokens, *_own_options(options))
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(gates, tokens)
         ctx.options, ctx.required = options, policy.required.get()
@@ -114,8 +114,8 @@ class LinearScanSummary(torch.autograd.Function):
                 None,
             )
         with policy.as_required(required):
-            found = _gradients(gates, tokens, gate_grad, state_grad, options, needs, required)
-        return *found, None, None
+            gradients = _gradients(gates, tokens, gate_grad, state_grad, options, needs, required)
+        return *gradients, None, None
 
 
 def _gradients(
@@ -128,7 +128,7 @@ def _gradients(
     required: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Those of gates and of tokens, in differentiable operators or by kernels."""
-    options = _options(*_given(options))
+    options = _options(*_own_options(options))
     zero = tokens.new_zeros(()).expand(tokens.shape)
 
     def backward(
@@ -150,7 +150,7 @@ def _gradients(
 
 def _composed(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """In operators that torch differentiates in both modes."""
-    options = _options(*_given(options))
+    options = _options(*_own_options(options))
     zero = tokens.new_zeros(()).expand(tokens.shape)
     _, final_state = scan(gates, tokens, None, None, options)
     assert final_state is not None

@@ -109,7 +109,7 @@ def normalised(
         raise ValueError(f"backend is {backend!r}, which needs a CUDA device; Wx is on {Wx.device}")
     dtype = working_dtype(Wx)
     if dtype == torch.float64 and Wx.is_cuda and backend not in ("auto", "reference"):
-        names = ", ".join(str(each).removeprefix("torch.") for each in COMPILED)
+        names = ", ".join(str(accepted).removeprefix("torch.") for accepted in COMPILED)
         raise TypeError(f"Wx has dtype {Wx.dtype}; backend {backend!r} accepts {names}")
     of_bias = dtype if dtype == torch.float64 else torch.float32
     heads, dim = Wx.shape[3:]
@@ -121,8 +121,8 @@ def normalised(
         t if t is None else (t if resets.packed else t.squeeze(2)).to(dtype)
         for t in (states, resets.reset_states)
     )
-    given = Arguments(Wx.to(dtype), R.to(dtype), bias, initial, resets.reset, anew)
-    return given, Options(function, backend, clips)
+    arguments = Arguments(Wx.to(dtype), R.to(dtype), bias, initial, resets.reset, anew)
+    return arguments, Options(function, backend, clips)
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
@@ -157,8 +157,8 @@ def clips_of(forward: Any, recurrent: Any, cut: Any) -> Clips:
 
 def _check_tensors(Wx: Any, R: Any, b: Any, states: Any, reset_states: Any) -> None:
     optional = {"b": b, "states": states, "reset_states": reset_states}
-    given = {"Wx": Wx, "R": R, **{k: v for k, v in optional.items() if v is not None}}
-    for name, value in given.items():
+    tensors = {"Wx": Wx, "R": R, **{k: v for k, v in optional.items() if v is not None}}
+    for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
         if value.layout != torch.strided or value.is_nested:

@@ -92,8 +92,8 @@ class _Derivatives(Derivatives):
         return _three(rnn_plans.backward(*(*tensors, back.options, reset, reset_states)))
 
     def empty_gradients(self, back: Pass) -> Gradients:
-        states, from_given = back.saved[2], back.saved[5] is not None
-        return _three(rnn_plans.empty_gradients(states, back.options.function, from_given))
+        states, with_reset_states = back.saved[2], back.saved[5] is not None
+        return _three(rnn_plans.empty_gradients(states, back.options.function, with_reset_states))
 
     def composed_backward(self, back: Pass) -> Gradients:
         differentiated = torch.is_grad_enabled() and wants_gradient(*self.differentiated(back))
@@ -145,10 +145,10 @@ def _three(gradients: Sequence[Tensor]) -> Gradients:
     return *gradients, *[None] * (3 - len(gradients))
 
 
-def _of_arguments(found: Sequence[Any], back: Pass) -> Gradients:
+def _of_arguments(computed: Sequence[Any], back: Pass) -> Gradients:
     """The gradients of ``Arguments``, from those that the registered backward pass computes."""
     (_, initial, states, _, reset, reset_states), wanted = back.saved, back.wanted
-    gates_grad, initial_grad, *more = found
+    gates_grad, initial_grad, *more = computed
     of_inputs, of_recurrent, of_bias = reference.parameter_grads(
         back.options.function, gates_grad, states, initial, wanted[1:3], reset, reset_states
     )
@@ -165,10 +165,10 @@ def _of_arguments(found: Sequence[Any], back: Pass) -> Gradients:
 OPERATOR = _Derivatives()
 
 
-def rnn(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
+def rnn(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """States (states, B, T, N, D) and those after the last step (states, B, N, D), of ``normalised``
     arguments; differentiable."""
-    states, last, *_ = OPERATOR(given, options)
+    states, last, *_ = OPERATOR(arguments, options)
     return states, last
 
 

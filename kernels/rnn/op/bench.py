@@ -53,7 +53,7 @@ class Network:
             word, sizes, short = text.split(":")
             dtype = DTYPE_WORDS.get(short, short)
             heads, dim = map(int, sizes.split(","))
-            (function,) = (each for each in SIZES if each == word)
+            (function,) = (name for name in SIZES if name == word)
             if dtype not in DTYPES or min(heads, dim) < 1:
                 raise ValueError
         except ValueError:
@@ -242,10 +242,10 @@ class NetworkBenchmark(Benchmark):
     def parse(self, text: str) -> Network:
         return Network.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Network]:
+    def cases(self, args: Namespace, kind: str) -> list[Network]:
         usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
-        batch, times = whole_number("bs", given.bs), lengths(given.seqlens)
-        named = given.case or usual
+        batch, times = whole_number("bs", args.bs), lengths(args.seqlens)
+        named = args.case or usual
         return [Network.parse(text, batch, time) for time in times for text in named]
 
     def call(

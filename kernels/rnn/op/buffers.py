@@ -124,13 +124,13 @@ class BufferPool:
     def lent(self, key: Key, make: Callable[[], StepBuffers]) -> Iterator[StepBuffers]:
         """Buffers for one call: kept ones of that key, or new ones. They are kept afterwards, unless the
         call failed."""
-        found: StepBuffers | None = None
+        idle: StepBuffers | None = None
         with self._changing():
             for place in reversed(range(len(self._idle))):
                 if self._idle[place][0] == key:
-                    found = self._idle.pop(place)[1]
+                    idle = self._idle.pop(place)[1]
                     break
-        buffers = make() if found is None else found
+        buffers = make() if idle is None else idle
         yield buffers
         limit = self.max_size
         with self._changing():

@@ -44,10 +44,10 @@ def forward(
     kept = len(sizes.cache) if training else 0
     cache = empty_like_inputs(inputs, (), (kept, *unit), x.dtype) if kept else x.new_empty(0)
     last = x.new_empty(len(sizes.states), _rows(inputs, offsets), *unit)
-    given = x, _dense(recurrent), _dense(bias), _dense(initial), reset, _dense(anew), offsets
+    arguments = x, _dense(recurrent), _dense(bias), _dense(initial), reset, _dense(anew), offsets
     strides = *x.stride()[:2], *states.stride()[:3], *(cache.stride()[:2] if kept else (0, 0))
     scalars = *_sizes(inputs, offsets), 0, 0, *_of_reset(reset), *strides
-    pointed = *given, states, cache if kept else None, last
+    pointed = *arguments, states, cache if kept else None, last
     _run("forward", function, pointed, scalars, options.clips.forward)
     return states.to(dtype), last.to(dtype), cache.to(dtype)
 
@@ -68,15 +68,15 @@ def backward(
     of_states = [known.new_empty(states.shape[0], _rows(states[0], offsets), heads, dim)]
     if anew is not None:
         of_states.append(torch.zeros_like(of_states[0]))
-    given = _dense(recurrent), known, _dense(initial), kept, grad, _dense(final_grad)
-    made = gates_grad, *of_states, *([None] if anew is None else [])
+    arguments = _dense(recurrent), known, _dense(initial), kept, grad, _dense(final_grad)
+    outputs = gates_grad, *of_states, *([None] if anew is None else [])
     strides = *known.stride()[:3], *(kept.stride()[:2] if kept is not None else (0, 0))
     strides = *strides, *grad.stride()[:3], *gates_grad.stride()[:2]
     counts = grad.shape[0], int(options.clips.recurrent_cut)
     scalars = *_sizes(states[0], offsets), *counts, *_of_reset(reset), *strides
-    pointed = *given, reset, _dense(anew), offsets, *made
+    pointed = *arguments, reset, _dense(anew), offsets, *outputs
     _run("backward", function, pointed, scalars, options.clips.recurrent)
-    return gates_grad.to(dtype), *(each.to(dtype) for each in of_states)
+    return gates_grad.to(dtype), *(gradient.to(dtype) for gradient in of_states)
 
 
 def _padded(tensors: Sequence[Any], count: int) -> tuple[Any, ...]:
@@ -92,7 +92,7 @@ def _run(
     clip: float,
 ) -> None:
     kernel = _cpu.rnn_forward if direction == "forward" else _cpu.rnn_backward
-    pointers = tuple(None if each is None else each.data_ptr() for each in tensors)
+    pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
     kernel(function, pointers, tuple(scalars), clip, torch.get_num_threads())
 
 

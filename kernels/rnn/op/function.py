@@ -107,12 +107,12 @@ def rnn(
     """
     clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
     resets = Resets(reset, reset_states, cu_seqlens, max_seqlen)
-    given, options = normalised(Wx, R, b, states, function, backend, clips, resets)
+    arguments, options = normalised(Wx, R, b, states, function, backend, clips, resets)
     if (reset is not None or resets.packed) and (
-        (cut := rnn_resets.cuts_at_resets(given, options)) or resets.packed
+        (cut := rnn_resets.cuts_at_resets(arguments, options)) or resets.packed
     ):
-        return rnn_segments.rnn(given, options, resets, cut)
-    every, last = rnn_derivatives.rnn(given, options)
+        return rnn_segments.rnn(arguments, options, resets, cut)
+    every, last = rnn_derivatives.rnn(arguments, options)
     return every, last.unsqueeze(2)
 
 
@@ -130,8 +130,8 @@ class Pass:
     def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]:
         """The problems that would do, as ``backend`` tries them, and what may solve each."""
         options = self.options._replace(backend=backend)
-        given = self.tensors, self.training, self.resets
-        return rnn_problems.alternatives(self.direction, options, *given)
+        facts = self.tensors, self.training, self.resets
+        return rnn_problems.alternatives(self.direction, options, *facts)
 
     def fused(self) -> None:
         """No kernel of this family does what another one does, too."""
@@ -158,25 +158,25 @@ def describe(
     Nothing is computed."""
     clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
     resets = Resets(reset, reset_states, cu_seqlens, max_seqlen)
-    given, options = normalised(Wx, R, b, states, function, backend, clips, resets)
-    if given.inputs.numel() == 0:
+    arguments, options = normalised(Wx, R, b, states, function, backend, clips, resets)
+    if arguments.inputs.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states, reset_states))
     cut = reset_states is not None or backend == "triton"
     in_rows = (cut and reset is not None) or resets.packed
     resets_left = reset is not None and not cut
     if in_rows:
-        given = given._replace(inputs=rnn_segments.first_batch(given, resets, cut))
-    tensors = rnn_plans.forward_tensors(given.inputs, function, wanted)
-    padded = bool(given.inputs.shape[-1] % rnn_layout.UNITS)
-    arguments = given._replace(reset=None, reset_states=None)._asdict()
-    copied = [name for name, t in arguments.items() if padded and t is not None]
-    if not padded and (in_rows or tensors["inputs"] is not given.inputs):
+        arguments = arguments._replace(inputs=rnn_segments.first_batch(arguments, resets, cut))
+    tensors = rnn_plans.forward_tensors(arguments.inputs, function, wanted)
+    padded = bool(arguments.inputs.shape[-1] % rnn_layout.UNITS)
+    without_resets = arguments._replace(reset=None, reset_states=None)._asdict()
+    copied = [name for name, t in without_resets.items() if padded and t is not None]
+    if not padded and (in_rows or tensors["inputs"] is not arguments.inputs):
         copied = ["inputs"]
     passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied), resets_left)}
     if wanted:
-        made = rnn_plans.empty_outputs(given.inputs.to("meta"), function, True)
-        tensors = rnn_plans.backward_tensors(made.states, made.cache, made.states, function)
+        states, _, cache = rnn_plans.empty_outputs(arguments.inputs.to("meta"), function, True)
+        tensors = rnn_plans.backward_tensors(states, cache, states, function)
         copied = ["recurrent", "states", "cache", "states_grad"] if padded else []
         passes["backward"] = Pass("backward", options, tensors, True, tuple(copied), resets_left)
     return passes

@@ -142,10 +142,10 @@ class Layer:
                 return None
         if not all_dense(h, every, cache, start, copied):
             return None
-        given, *ends = grads
-        if given is not None and not all_dense(given):
-            given = given.clone(memory_format=torch.contiguous_format)
-        run = self._backward(0 if given is None else 1)
+        h_grad, *ends = grads
+        if h_grad is not None and not all_dense(h_grad):
+            h_grad = h_grad.clone(memory_format=torch.contiguous_format)
+        run = self._backward(0 if h_grad is None else 1)
         if run is None:
             return None
         function, width = self.cell.function, self.width
@@ -158,7 +158,7 @@ class Layer:
                 "initial": start,
                 "reset": reset,
                 "cache": cache,
-                "states_grad": given,
+                "states_grad": h_grad,
                 "final_grad": final,
                 "gates_grad": gates,
                 "initial_grad": initial,
@@ -215,9 +215,9 @@ class Layer:
             states = h.view(1, time, batch, *unit).transpose(1, 2)
             initial = None if start is None else start.view(-1, batch, *unit)[:1]
             function, wanted = self.cell.function, (True, False)
-            found = reference.parameter_grads(function, seen, states, initial, wanted, reset)[1]
-            assert found is not None
-            grad = found.view(fed * self.width, dim)
+            grads = reference.parameter_grads(function, seen, states, initial, wanted, reset)
+            assert grads[1] is not None
+            grad = grads[1].view(fed * self.width, dim)
         else:
             left, before = rows[:, : fed * dim], h.view(-1, dim)
             if reset is not None:
@@ -300,11 +300,11 @@ class RecurrentLayer(Function):
         if all(grad is None for grad in grads):
             return (None,) * len(ctx.needs_input_grad)
         layer, tensors, wanted = ctx.layer, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        found = None
+        gradients_of_flat = None
         if not _is_compiling() and not _enabled() and unobserved(*grads):
-            found = layer.backward(tensors, grads, wanted)
-        if found is not None:
-            return None, *found
+            gradients_of_flat = layer.backward(tensors, grads, wanted)
+        if gradients_of_flat is not None:
+            return None, *gradients_of_flat
 
         flat = tensors[: len(wanted)]
         if transforms_active() or has_tangents(

@@ -79,16 +79,16 @@ def composed_backward(
     if function == "gru":
         of_recurrent = of_recurrent.roll(-1, 0)
     of_hidden = of_bias[[1, 2, 0]] if function == "gru" else of_bias
-    found = (
+    grads = (
         torch.mm(rows, w).view(x.shape),
         torch.mm(rows.t(), x.reshape(time * batch, -1)),
         of_recurrent.reshape(r.shape),
         rows.sum(0),
         of_hidden.reshape(-1).to(r.dtype),
         None,
-        *(each.reshape(1, batch, width) for each in initial),
+        *(of_state.reshape(1, batch, width) for of_state in initial),
     )
-    return tuple(each if want else None for each, want in zip(found, wanted, strict=True))
+    return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
 
 
 def _for_kernels(

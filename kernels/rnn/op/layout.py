@@ -78,12 +78,12 @@ def states_before(h: Tensor, start: Tensor | None, reset: Tensor) -> Tensor:
     out if there is another step."""
     marks = reset.t().unsqueeze(2)
     if start is not None:
-        found = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
+        states = torch.cat((start.view(-1, *h.shape[1:])[:1], h[:-1])).masked_fill_(marks, 0)
     elif len(h) > 1:
-        found = h[:-1].masked_fill(marks[1:], 0)
+        states = h[:-1].masked_fill(marks[1:], 0)
     else:
-        found = torch.zeros_like(h)
-    return found.view(-1, h.shape[2])
+        states = torch.zeros_like(h)
+    return states.view(-1, h.shape[2])
 
 
 def turned(x: Tensor) -> bool:

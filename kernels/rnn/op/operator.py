@@ -23,20 +23,20 @@ class Rnn(Operator):
     backends = get_args(RnnBackend)
     options = (Option("--function", metavar="X", help=f"{' '.join(SIZES)}; default: {_USUAL}"),)
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         if len(shape) != 4:
             raise ValueError(
-                f"--shape is {given.shape!r}; rnn takes batch, time, heads and units, such as 16,1024,1,768"
+                f"--shape is {args.shape!r}; rnn takes batch, time, heads and units, such as 16,1024,1,768"
             )
         batch, time, heads, dim = shape
-        function = known("--function", given.function or _USUAL, [*SIZES])
+        function = known("--function", args.function or _USUAL, [*SIZES])
         sizes = next(sizes for name, sizes in SIZES.items() if name == function)
         shapes = (
             (batch, time, sizes.inputs, heads, dim),
             (sizes.recurrent, heads, dim, dim),
             (sizes.bias, heads, dim),
         )
-        tensors = tuple(described_tensor(each, dtype) for each in shapes)
+        tensors = tuple(described_tensor(of_tensor, dtype) for of_tensor in shapes)
         return ParsedCall(tensors, {"function": function}, {"function": function})
 
     def run_on_cpu(self, problem: RnnProblem, tensors: Mapping[str, Tensor | None]) -> None:
@@ -47,24 +47,23 @@ class Rnn(Operator):
         if problem.scope == "step":
             raise NotImplementedError("on the CPU no call is made of single steps")
         options = Options(problem.function, "auto", problem.clips)
-        given = {name: t for name, t in tensors.items() if t is not None}
+        present = {name: t for name, t in tensors.items() if t is not None}
         if problem.direction == "forward":
-            initial = tensors.get("initial")
-            arguments = Arguments(
-                given["inputs"], given["recurrent"], given["bias"], initial, tensors.get("reset")
-            )
-            made = rnn_plans.forward(arguments, options, True)
-            given["states"].copy_(made.states)
-            if "cache" in given:
-                given["cache"].copy_(made.cache)
+            parameters = present["recurrent"], present["bias"]
+            optional = tensors.get("initial"), tensors.get("reset")
+            arguments = Arguments(present["inputs"], *parameters, *optional)
+            outputs = rnn_plans.forward(arguments, options, True)
+            present["states"].copy_(outputs.states)
+            if "cache" in present:
+                present["cache"].copy_(outputs.cache)
             return
-        cache = given.get("cache", given["states"].new_empty(0))
+        cache = present.get("cache", present["states"].new_empty(0))
         gradients = rnn_plans.backward(
-            *(given["recurrent"], given["states"], tensors.get("initial"), cache),
-            *(given["states_grad"], tensors.get("final_grad"), options, tensors.get("reset")),
+            *(present["recurrent"], present["states"], tensors.get("initial"), cache),
+            *(present["states_grad"], tensors.get("final_grad"), options, tensors.get("reset")),
         )
         for name, gradient in zip(("gates_grad", "initial_grad"), gradients, strict=True):
-            given[name].copy_(gradient)
+            present[name].copy_(gradient)
 
 
 OPERATOR = Rnn()

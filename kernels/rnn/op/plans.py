@@ -82,10 +82,10 @@ def prepare_sequence(
     posed = alternatives(direction, options, tensors, training, resets)
     if direction == "backward":
         posed = tuple((replace(problem, graded=graded), backend) for problem, backend in posed)  # type: ignore[type-var]
-    found = _prepared(posed, device)
-    if isinstance(found, Decision) or found[0].scope != "sequence":
+    prepared = _prepared(posed, device)
+    if isinstance(prepared, Decision) or prepared[0].scope != "sequence":
         return None
-    return found[1]
+    return prepared[1]
 
 
 def prepare_layer(
@@ -105,22 +105,22 @@ def prepare_layer(
     time, batch, *unit = size
     of = SIZES[options.function]
 
-    def made(lead: int | None, count: int | None) -> Tensor:
+    def shaped(lead: int | None, count: int | None) -> Tensor:
         first = () if lead is None else (lead,)
         block = () if count is None else (count,)
         shape = (*first, time, batch, *block, *unit)
         return torch.empty(shape, dtype=dtype, device="meta").transpose(len(first), len(first) + 1)
 
-    states = made(len(of.states), None)
-    cache = made(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
+    states = shaped(len(of.states), None)
+    cache = shaped(None, len(of.cache)) if training and of.cache else states[0].unsqueeze(2)
     tensors = {"states": states, "cache": cache}
     if direction == "forward":
-        lying = made(None, of.inputs)
+        lying = shaped(None, of.inputs)
         tensors["inputs"] = (
             torch.empty_like(lying, memory_format=torch.contiguous_format) if turned else lying
         )
     else:
-        tensors |= {"states_grad": made(1, None), "gates_grad": made(None, of.bias)}
+        tensors |= {"states_grad": shaped(1, None), "gates_grad": shaped(None, of.bias)}
     return prepare_sequence(direction, options, tensors, device, training, graded, resets)
 
 
@@ -157,9 +157,9 @@ def _in_torch(inputs: Tensor, backend: str) -> bool:
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def forward(given: Arguments, options: Options, training: bool) -> Outputs:
+def forward(arguments: Arguments, options: Options, training: bool) -> Outputs:
     """``Outputs``; with ``training`` the cache, too."""
-    outputs: Outputs = _run(_plan_forward, given, options, training)
+    outputs: Outputs = _run(_plan_forward, arguments, options, training)
     return outputs
 
 
@@ -191,8 +191,8 @@ def _plan_forward(
     def nothing(
         inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
     ) -> Outputs:
-        made = empty_outputs(inputs, function, training)
-        return made._replace(last=_first(initial, made.last))
+        outputs = empty_outputs(inputs, function, training)
+        return outputs._replace(last=_first(initial, outputs.last))
 
     def by_reference(
         inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
@@ -200,12 +200,12 @@ def _plan_forward(
         states, cache = reference.forward(
             function, inputs, recurrent, bias, initial, options.clips, reset, anew
         )
-        made = empty_outputs(inputs, function, training)
-        if made.cache.numel():
-            made.cache.copy_(cache)
-        made.states.copy_(states)
-        made.last.copy_(states[:, :, -1])
-        return made
+        outputs = empty_outputs(inputs, function, training)
+        if outputs.cache.numel():
+            outputs.cache.copy_(cache)
+        outputs.states.copy_(states)
+        outputs.last.copy_(states[:, :, -1])
+        return outputs
 
     if inputs.numel() == 0:
         return nothing
@@ -216,40 +216,40 @@ def _plan_forward(
     options = without_kernels(options, reset_states)
     tensors = forward_tensors(inputs, function, training)
     posed = alternatives("forward", options, tensors, training, reset is not None)
-    found = _prepared(posed, inputs.device)
-    if isinstance(found, Decision):
-        decision = found
+    prepared = _prepared(posed, inputs.device)
+    if isinstance(prepared, Decision):
+        decision = prepared
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
-    problem, run = found
+    problem, run = prepared
 
     def plan(
         inputs: Tensor, recurrent: Tensor, bias: Tensor, initial: Any, reset: Any, anew: Any
     ) -> Outputs:
-        given = widened(blocked(inputs, 3))
-        made = empty_outputs(given, function, training)
+        blocks = widened(blocked(inputs, 3))
+        outputs = empty_outputs(blocks, function, training)
         start = None if initial is None else dense(widened(initial))
         weight, offset = dense(widened(recurrent, 2)), dense(widened(bias))
-        cache = made.cache if made.cache.numel() else None
+        cache = outputs.cache if outputs.cache.numel() else None
         marks = None if reset is None else reset.contiguous()
         if problem.scope == "step":
-            with _step_buffers(problem, given, marks is not None) as buffers:
+            with _step_buffers(problem, blocks, marks is not None) as buffers:
                 rnn_steps.forward(
-                    buffers, run, given, weight, offset, start, made.states, cache, marks
+                    buffers, run, blocks, weight, offset, start, outputs.states, cache, marks
                 )
         else:
             run(
                 {
-                    "inputs": given,
+                    "inputs": blocks,
                     "recurrent": weight,
                     "bias": offset,
                     "initial": start,
                     "reset": marks,
-                    "states": made.states,
+                    "states": outputs.states,
                     "cache": cache,
                 }
             )
-        made.last.copy_(made.states[:, :, -1])
-        return _narrowed(made, inputs)
+        outputs.last.copy_(outputs.states[:, :, -1])
+        return _narrowed(outputs, inputs)
 
     return plan
 
@@ -258,9 +258,9 @@ def forward_tensors(inputs: Tensor, function: Function, training: bool) -> dict[
     """The tensors of a forward pass that have strides, as a kernel takes them; of those that it writes
     no more is there than how they lie."""
     inputs = widened(blocked(inputs, 3))
-    made = empty_outputs(_shadow(inputs), function, training)
-    cache = made.cache if made.cache.numel() else made.states[0].unsqueeze(2)
-    return {"inputs": inputs, "states": made.states, "cache": cache}
+    outputs = empty_outputs(_shadow(inputs), function, training)
+    cache = outputs.cache if outputs.cache.numel() else outputs.states[0].unsqueeze(2)
+    return {"inputs": inputs, "states": outputs.states, "cache": cache}
 
 
 def _shadow(tensor: Tensor) -> Tensor:
@@ -268,22 +268,23 @@ def _shadow(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _narrowed(made: Outputs, inputs: Tensor) -> Outputs:
+def _narrowed(outputs: Outputs, inputs: Tensor) -> Outputs:
     """The outputs without the units that were padded, lying as if they had never been."""
     dim = inputs.shape[-1]
-    if made.last.shape[-1] == dim:
-        return made
-    states, cache = empty_like_inputs(inputs, made.states.shape[:1], inputs.shape[3:]), made.cache
-    states.copy_(made.states[..., :dim])
+    if outputs.last.shape[-1] == dim:
+        return outputs
+    states = empty_like_inputs(inputs, outputs.states.shape[:1], inputs.shape[3:])
+    states.copy_(outputs.states[..., :dim])
+    cache = outputs.cache
     if cache.numel():
         cache = empty_like_inputs(inputs, (), (cache.shape[2], *inputs.shape[3:])).copy_(
             cache[..., :dim]
         )
-    return Outputs(states, made.last[..., :dim].contiguous(), cache)
+    return Outputs(states, outputs.last[..., :dim].contiguous(), cache)
 
 
-def _first(initial: Tensor | None, room: Tensor) -> Tensor:
-    return room.zero_() if initial is None else room.copy_(initial)
+def _first(initial: Tensor | None, memory: Tensor) -> Tensor:
+    return memory.zero_() if initial is None else memory.copy_(initial)
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -323,12 +324,13 @@ def within_memory(run: Callable[..., Any], *tensors: Tensor | None) -> Any:
 
 
 def empty_gradients(
-    states: Tensor, function: Function, from_given: bool = False
+    states: Tensor, function: Function, with_reset_states: bool = False
 ) -> tuple[Tensor, ...]:
-    """Memory for the results of ``backward``. ``from_given``: whether there are ``reset_states``."""
+    """Memory for the results of ``backward``. ``with_reset_states``: whether there are ``reset_states``."""
     count, batch, _, heads, dim = states.shape
     gates = empty_like_inputs(states[0], (), (SIZES[function].bias, heads, dim))
-    return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(1 + from_given))
+    grads = 1 + with_reset_states
+    return gates, *(states.new_empty(count, batch, heads, dim) for _ in range(grads))
 
 
 def plan_backward(
@@ -345,25 +347,25 @@ def plan_backward(
     """The plan of ``backward``: a function of its tensors."""
     function = options.function
     check_reset(reset, states.shape[1:3])
-    from_given = reset_states is not None
+    with_reset_states = reset_states is not None
 
     def nothing(
         recurrent: Any, states: Tensor, initial: Any, cache: Any, grad: Any, end: Any,
         reset: Any, anew: Any,
     ) -> Any:  # fmt: skip
-        gates_grad, initial_grad, *more = empty_gradients(states, function, from_given)
-        return gates_grad, _first(end, initial_grad), *(each.zero_() for each in more)
+        gates_grad, initial_grad, *more = empty_gradients(states, function, with_reset_states)
+        return gates_grad, _first(end, initial_grad), *(gradient.zero_() for gradient in more)
 
     def by_reference(
         recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any,
         reset: Any, anew: Any,
     ) -> Any:  # fmt: skip
-        made = empty_gradients(states, function, from_given)
-        found = reference.backward(
+        outputs = empty_gradients(states, function, with_reset_states)
+        gradients = reference.backward(
             function, recurrent, states, initial, kept(cache, states), grad, end, options.clips,
             reset=reset, reset_states=anew,
         )  # fmt: skip
-        return tuple(room.copy_(each) for room, each in zip(made, found, strict=True))
+        return tuple(out.copy_(grad) for out, grad in zip(outputs, gradients, strict=True))
 
     if states.numel() == 0:
         return nothing
@@ -374,18 +376,18 @@ def plan_backward(
     options = without_kernels(options, reset_states)
     strided = backward_tensors(states, cache, states_grad, function)
     posed = alternatives("backward", options, strided, True, reset is not None)
-    found = _prepared(posed, states.device)
-    if isinstance(found, Decision):
-        decision = found
+    prepared = _prepared(posed, states.device)
+    if isinstance(prepared, Decision):
+        decision = prepared
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
-    problem, run = found
+    problem, run = prepared
 
     def plan(
         recurrent: Tensor, states: Tensor, initial: Any, cache: Tensor, grad: Tensor, end: Any,
         reset: Any, anew: Any,
     ) -> Any:  # fmt: skip
         dim = states.shape[-1]
-        known, given = known_states(states), widened(blocked(grad, 2))
+        known, padded_grad = known_states(states), widened(blocked(grad, 2))
         known_cache = widened(blocked(cache, 3)) if cache.numel() else None
         start = None if initial is None else dense(known_states(initial))
         final = None if end is None else dense(widened(end))
@@ -396,7 +398,7 @@ def plan_backward(
             with _step_buffers(problem, known, marks is not None) as buffers:
                 left = rnn_steps.backward(
                     buffers, run, weight, known, start, cache if known_cache is None else known_cache,
-                    given, final, options.clips, gates_grad, marks,
+                    padded_grad, final, options.clips, gates_grad, marks,
                 )  # fmt: skip
                 initial_grad.copy_(left)
         else:
@@ -407,7 +409,7 @@ def plan_backward(
                     "initial": start,
                     "reset": marks,
                     "cache": known_cache,
-                    "states_grad": given,
+                    "states_grad": padded_grad,
                     "final_grad": final,
                     "gates_grad": gates_grad,
                     "initial_grad": initial_grad,
@@ -415,8 +417,8 @@ def plan_backward(
             )
         if known.shape[-1] == dim:
             return gates_grad, initial_grad
-        made = empty_gradients(states, function)
-        return made[0].copy_(gates_grad[..., :dim]), made[1].copy_(initial_grad[..., :dim])
+        outputs = empty_gradients(states, function)
+        return outputs[0].copy_(gates_grad[..., :dim]), outputs[1].copy_(initial_grad[..., :dim])
 
     return plan
 

@@ -15,14 +15,14 @@ from scan_registry.ops.values import has_values
 _is_compiling = torch.compiler.is_compiling
 
 
-def cuts_at_resets(given: Arguments, options: Options) -> bool:
+def cuts_at_resets(arguments: Arguments, options: Options) -> bool:
     """Whether a call cuts its sequences at resets, and runs the pieces as rows of a batch. It does so on a GPU if
     states are given, as the CUDA kernels start anew from zeros alone, and for the Triton kernels, which support no
     resets. If the values of ``reset`` cannot be read, plain torch runs."""
-    inputs, reset = given.inputs, given.reset
+    inputs, reset = arguments.inputs, arguments.reset
     if reset is None or not inputs.is_cuda or options.backend == "reference":
         return False
-    if given.reset_states is None and options.backend != "triton":
+    if arguments.reset_states is None and options.backend != "triton":
         return False
     if inputs.dtype not in COMPILED or _is_compiling() or not has_values(reset):
         return False

@@ -50,10 +50,10 @@ class Layout(NamedTuple):
     empty: Tensor | None
 
 
-def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[Tensor, Tensor]:
+def rnn(arguments: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[Tensor, Tensor]:
     """States (states, B, T, N, D) and those after the last step of each sequence (states, B, Q, N, D), for
     ``normalised`` arguments. Differentiable. ``cut``: whether sequences are cut at resets."""
-    inputs, recurrent, bias, initial, reset, reset_states = given
+    inputs, recurrent, bias, initial, reset, reset_states = arguments
     batch, time = inputs.shape[:2]
     if not resets.packed:
         initial, reset_states = (
@@ -63,7 +63,7 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
     steps = inputs.flatten(0, 1)
     start = None if initial is None else initial.flatten(1, 2)
     anew = None if reset_states is None else reset_states.flatten(1, 2)
-    made = []
+    states_of_batches = []
     for rows in layout.batches:
         count, length = rows.steps.shape
         x = steps.index_select(0, rows.steps.flatten()).unflatten(0, (count, length))
@@ -74,16 +74,16 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
             before = _chosen(rows.anew, restart, before)
         restart = None if rows.reset is None else restart
         of_rows = Arguments(x, recurrent, bias, before, rows.reset, restart)
-        made.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
+        states_of_batches.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
     sequences = resets.cu_seqlens.shape[0] - 1 if resets.packed else 1
-    if not made:  # there is no step
+    if not states_of_batches:  # there is no step
         one = None if reset_states is None else reset_states[:, :, 0]
-        alone = given._replace(initial=None, reset_states=one)
+        alone = arguments._replace(initial=None, reset_states=one)
         states, zeros = rnn_derivatives.rnn(alone, options)
         if initial is None:
             return states, zeros.unsqueeze(2).repeat(1, 1, sequences, 1, 1)
         return states, initial.clone()
-    every = made[0] if len(made) == 1 else torch.cat(made, 1)
+    every = states_of_batches[0] if len(states_of_batches) == 1 else torch.cat(states_of_batches, 1)
     states = every.index_select(1, layout.places).unflatten(1, (batch, time))
     last = every.index_select(1, layout.last)
     if layout.empty is not None:
@@ -91,11 +91,11 @@ def rnn(given: Arguments, options: Options, resets: Resets, cut: bool) -> tuple[
     return states, last.unflatten(1, (batch, sequences))
 
 
-def first_batch(given: Arguments, resets: Resets, cut: bool) -> Tensor:
+def first_batch(arguments: Arguments, resets: Resets, cut: bool) -> Tensor:
     """A meta tensor with the shape that the inputs of the first batch of rows have on a GPU. If values cannot be
     read, it has the shape of the sequences as they were given."""
-    inputs = given.inputs
-    reset = given.reset if cut else None
+    inputs = arguments.inputs
+    reset = arguments.reset if cut else None
     read = [t for t in (reset, resets.cu_seqlens) if t is not None]
     rows = inputs.shape[:2]
     if resets.max_seqlen is not None and reset is None:
@@ -105,10 +105,10 @@ def first_batch(given: Arguments, resets: Resets, cut: bool) -> Tensor:
     return inputs.new_empty(*rows, *inputs.shape[2:], device="meta")
 
 
-def _chosen(which: Tensor, given: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _chosen(which: Tensor, chosen: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Of states (states, rows, N, D), ``given`` in rows where ``which`` is true, else ``other``; None: zeros."""
-    if given is not None:
-        return torch.where(_of_units(which), given, 0 if other is None else other)
+    if chosen is not None:
+        return torch.where(_of_units(which), chosen, 0 if other is None else other)
     return None if other is None else torch.where(_of_units(which), 0, other)
 
 
@@ -130,10 +130,10 @@ def layout_of(inputs: Tensor, reset: Tensor | None, resets: Resets, cut: bool) -
 
 
 def _check_longest(bounds: Tensor, longest: int) -> None:
-    found = int(bounds.diff().max())
-    if found > longest:
+    steps = int(bounds.diff().max())
+    if steps > longest:
         raise ValueError(
-            f"max_seqlen is {longest}, and the longest sequence in cu_seqlens has {found} steps"
+            f"max_seqlen is {longest}, and the longest sequence in cu_seqlens has {steps} steps"
         )
 
 
@@ -199,7 +199,7 @@ def _buckets(lengths: Tensor) -> list[Tensor]:
     if int(lengths.max()) * len(lengths) <= 2 * int(lengths.sum()):
         return [everything]
     bits = lengths.double().log2().floor()
-    return [everything[bits == each] for each in bits.unique().flip(0)]
+    return [everything[bits == bit] for bit in bits.unique().flip(0)]
 
 
 def _layout_of_length(inputs: Tensor, reset: Tensor | None, bounds: Tensor, longest: int) -> Layout:

@@ -37,9 +37,9 @@ def chunk_steps(
     """How many steps buffers hold; ``width`` is that of all heads, ``itemsize`` in bytes."""
     sizes = SIZES[function]
     states, kept = len(sizes.states), len(sizes.cache) if training else 0
-    given = sizes.inputs if direction == "forward" else states + sizes.bias
-    each = (states + kept + given) * batch * width * itemsize
-    return max(_LEAST, min(CHUNK, _CHUNK_BYTES // max(1, each)))
+    inputs = sizes.inputs if direction == "forward" else states + sizes.bias
+    bytes_of_step = (states + kept + inputs) * batch * width * itemsize
+    return max(_LEAST, min(CHUNK, _CHUNK_BYTES // max(1, bytes_of_step)))
 
 
 def buffer_shapes(

@@ -51,12 +51,12 @@ class Arguments(NamedTuple):
         return tuple(self)[:9]
 
 
-def grouped(given: Arguments) -> Arguments:
+def grouped(arguments: Arguments) -> Arguments:
     """With a dimension of groups in B and C that change with time."""
-    if given.B.dim() != 3 and given.C.dim() != 3:
-        return given
-    B, C = (x.unsqueeze(1) if x.dim() == 3 else x for x in (given.B, given.C))
-    return given._replace(B=B, C=C)
+    if arguments.B.dim() != 3 and arguments.C.dim() != 3:
+        return arguments
+    B, C = (x.unsqueeze(1) if x.dim() == 3 else x for x in (arguments.B, arguments.C))
+    return arguments._replace(B=B, C=C)
 
 
 def given_as_taken(raw: Sequence[Tensor | None], taken: Arguments) -> bool:
@@ -179,20 +179,20 @@ def _check_shapes(present: dict[str, Tensor], cu_seqlens: Tensor | None) -> None
             )
     length = 2 * time if A.is_complex() else time
     for name in "BC":
-        given = tuple(present[name].shape)
+        shape = tuple(present[name].shape)
         # Only shapes of as many dimensions are compared: a batch of as many as channels is none that a graph may
         # depend on.
-        if len(given) == 4:
+        if len(shape) == 4:
             fits = (
-                (given[0], *given[2:]) == (batch, states, length)
-                and given[1] > 0
-                and channels % given[1] == 0
+                (shape[0], *shape[2:]) == (batch, states, length)
+                and shape[1] > 0
+                and channels % shape[1] == 0
             )
         else:
-            fits = given == ((channels, states) if len(given) == 2 else (batch, states, length))
+            fits = shape == ((channels, states) if len(shape) == 2 else (batch, states, length))
         if not fits:
             raise ValueError(
-                f"{name} has shape {given}; for u of shape {tuple(u.shape)} and {states} states it must be "
+                f"{name} has shape {shape}; for u of shape {tuple(u.shape)} and {states} states it must be "
                 f"{(channels, states)}, {(batch, states, length)} or ({batch}, groups, {states}, {length}) with "
                 f"groups that divide {channels}"
             )

@@ -79,8 +79,8 @@ class _Derivatives(Derivatives):
 
     def backward(self, back: Pass) -> Gradients:
         *tensors, checkpoints = back.saved
-        given, grads = Arguments(*tensors), (back.grads[0], back.grads[1])
-        return plans.backward(given, checkpoints, *grads, back.options, back.wanted)
+        arguments, grads = Arguments(*tensors), (back.grads[0], back.grads[1])
+        return plans.backward(arguments, checkpoints, *grads, back.options, back.wanted)
 
     def empty_gradients(self, back: Pass) -> Gradients:
         sequence, pairs = back.saved[0], zip(back.saved[:_DIFFERENTIABLE], back.wanted, strict=True)
@@ -94,41 +94,41 @@ class _Derivatives(Derivatives):
         )
 
     def composed_backward(self, back: Pass) -> Gradients:
-        given, grads = Arguments(*back.saved[:-1]), (back.grads[0], back.grads[1])
+        arguments, grads = Arguments(*back.saved[:-1]), (back.grads[0], back.grads[1])
         with torch.enable_grad():
-            return composed.backward(given, back.options, *grads, back.wanted)
+            return composed.backward(arguments, back.options, *grads, back.wanted)
 
     def derivative(self, back: Pass) -> Gradients:
-        given = Arguments(*back.saved[:-1])
-        found = super().derivative(back._replace(saved=(*grouped(given), back.saved[-1])))
-        return plans.in_shapes(given, found)
+        arguments = Arguments(*back.saved[:-1])
+        gradients = super().derivative(back._replace(saved=(*grouped(arguments), back.saved[-1])))
+        return plans.in_shapes(arguments, gradients)
 
     def backward_on_device(self, *args: Any) -> Any:
         back = self.backward_split(args)
-        found = [*self.backward(back)]
-        for place, grad in enumerate(found):
+        gradients = [*self.backward(back)]
+        for place, grad in enumerate(gradients):
             if grad is None:
                 continue
             if place in _SECOND_OF_PAIRS:  # outputs of an operator share no memory
-                found[place] = grad.clone(memory_format=torch.contiguous_format)
+                gradients[place] = grad.clone(memory_format=torch.contiguous_format)
             elif place in _SEQUENCES:
-                found[place] = lying_as_new(back.saved[0], grad)
+                gradients[place] = lying_as_new(back.saved[0], grad)
             else:
-                found[place] = grad.contiguous()
-        return self.together(found, back)
+                gradients[place] = grad.contiguous()
+        return self.together(gradients, back)
 
 
 OPERATOR = _Derivatives()
 
 
-def scan(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
+def scan(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state of ``normalised`` arguments; differentiable."""
-    out, last, *_ = OPERATOR(given, options)
+    out, last, *_ = OPERATOR(arguments, options)
     return out, last
 
 
 def first_derivative(
-    given: Arguments,
+    arguments: Arguments,
     checkpoints: Tensor,
     out_grad: Tensor,
     last_grad: Tensor | None,
@@ -136,7 +136,7 @@ def first_derivative(
     wanted: tuple[bool, ...],
 ) -> Gradients:
     """The gradients that are wanted, differentiable where derivatives are recorded."""
-    back = Pass((*given, checkpoints), (out_grad, last_grad), options, wanted)
+    back = Pass((*arguments, checkpoints), (out_grad, last_grad), options, wanted)
     return OPERATOR.derivative(back)
 
 
@@ -145,9 +145,9 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
     softplus, final, backend = options
     if type(final) is not bool:
         return None  # it is refused
-    given = normalised(*Arguments._make(tensors), softplus, backend)
+    arguments = normalised(*Arguments._make(tensors), softplus, backend)
     packed, how = tensors[-1] is not None, Options(softplus, backend)
-    if not given_as_taken(tensors, given) or (packed and not plans.on_gpu(given.u)):
+    if not given_as_taken(tensors, arguments) or (packed and not plans.on_gpu(arguments.u)):
         return None
     with torch.no_grad():
         compute = plans.make_forward(*tensors, how, recorded, final)

@@ -70,11 +70,11 @@ class Case:
             layout, shape, word, *options = text.split(":")
             dtype = DTYPE_WORDS.get(word, word)
             batch, channels, time, states = map(int, shape.split(","))
-            given = dict(option.split("=") for option in options)
-            gate, groups = given.pop("gate", GATES[0]), int(given.pop("groups", 1))
+            chosen = dict(option.split("=") for option in options)
+            gate, groups = chosen.pop("gate", GATES[0]), int(chosen.pop("groups", 1))
             known = layout in LAYOUTS and dtype in DTYPES and gate in GATES
             sizes = batch, channels, time, states, groups
-            if given or not known or min(sizes) < 1 or states > MOST_STATES or channels % groups:
+            if chosen or not known or min(sizes) < 1 or states > MOST_STATES or channels % groups:
                 raise ValueError
         except ValueError:
             raise ValueError(
@@ -114,10 +114,10 @@ class Case:
 
     def traffic(self, direction: str) -> int:
         """With B and C, and their gradients."""
-        each = self.batch * self.channels * self.time
+        elements = self.batch * self.channels * self.time
         projections = self.batch * self.groups * self.states * self.time
         count = 2 if direction == PASSES[0] else 4
-        return ITEM_SIZE[self.dtype] * (each * sum(self.moves(direction)) + count * projections)
+        return ITEM_SIZE[self.dtype] * (elements * sum(self.moves(direction)) + count * projections)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -209,9 +209,9 @@ class SelectiveScanBenchmark(Benchmark):
     def parse(self, text: str) -> Case:
         return Case.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Case]:
+    def cases(self, args: Namespace, kind: str) -> list[Case]:
         usual = [*MAMBA_SSM] if kind == "cuda" else [*ON_CPU]
-        return [Case.parse(text) for text in given.case or usual]
+        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
@@ -222,12 +222,12 @@ class SelectiveScanBenchmark(Benchmark):
         inputs = case.inputs(device)
         if direction == PASSES[0]:
             return lambda: selective_scan(*inputs, delta_softplus=True, backend=backend)
-        given = normalised(*inputs, None, None, True, backend)
+        arguments = normalised(*inputs, None, None, True, backend)
         options = Options(True, backend)
-        checkpoints = plans.forward(given, options, True).checkpoints
+        checkpoints = plans.forward(arguments, options, True).checkpoints
         out_grad = case.sequence(device)
         wanted = (*(t is not None for t in inputs), False)
-        return lambda: plans.backward(given, checkpoints, out_grad, None, options, wanted)
+        return lambda: plans.backward(arguments, checkpoints, out_grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         there = device.type == "cuda" and distributions.version("mamba-ssm") is not None

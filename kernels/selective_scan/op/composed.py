@@ -44,13 +44,13 @@ class Packing(NamedTuple):
     nonempty: Tensor
 
 
-def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
+def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state, of ``normalised`` arguments."""
-    terms, packing = _terms(given, options), _packing(given)
+    terms, packing = _terms(arguments, options), _packing(arguments)
     outputs: list[Tensor] = []
     carry = None if packing else terms.initial
-    final = _before(terms, packing, given)
-    for begin, end in _pieces(given):
+    final = _before(terms, packing, arguments)
+    for begin, end in _pieces(arguments):
         y, carry, reached = _piece(terms, packing, carry, begin, end, options)
         outputs.append(y)
         if packing is not None and reached is not None:
@@ -58,11 +58,11 @@ def forward(given: Arguments, options: Options) -> tuple[Tensor, Tensor]:
         elif packing is None:
             final = carry
     y = torch.cat(outputs, -1) if outputs else torch.zeros_like(terms.sizes)
-    return _finished(y, given), final
+    return _finished(y, arguments), final
 
 
 def backward(
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     out_grad: Tensor | None,
     final_grad: Tensor | None,
@@ -72,22 +72,22 @@ def backward(
     derivatives are recorded; else there is memory for the graph of one piece only."""
 
     def recompute(leaves: list[Any], recorded: bool) -> Pairs:
-        inputs = Arguments._make([*leaves, given.cu_seqlens])
-        if recorded or given.u.numel() == 0:
+        inputs = Arguments._make([*leaves, arguments.cu_seqlens])
+        if recorded or arguments.u.numel() == 0:
             return zip(forward(inputs, options), (out_grad, final_grad), strict=True)
         return _by_pieces(inputs, options, out_grad, final_grad)
 
-    return gradients(given.differentiable, wanted, recompute)
+    return gradients(arguments.differentiable, wanted, recompute)
 
 
 def _by_pieces(
-    given: Arguments, options: Options, out_grad: Tensor | None, final_grad: Tensor | None
+    arguments: Arguments, options: Options, out_grad: Tensor | None, final_grad: Tensor | None
 ) -> list[tuple[Tensor, Tensor | None]]:
     """Tensors that are made of the arguments, and the gradients that reach them through the recurrence, which is walked
     back piece by piece."""
-    terms, packing = _terms(given, options), _packing(given)
+    terms, packing = _terms(arguments, options), _packing(arguments)
     leaves = Terms._make(None if t is None else t.detach() for t in terms)
-    spans, carries, outputs = _pieces(given), [], []
+    spans, carries, outputs = _pieces(arguments), [], []
     with torch.no_grad():
         carry = None if packing else leaves.initial
         for begin, end in spans:
@@ -95,7 +95,7 @@ def _by_pieces(
             y, carry, _ = _piece(leaves, packing, carry, begin, end, options)
             outputs.append(y)
     y = torch.cat(outputs, -1).requires_grad_()
-    out = _finished(y, given)
+    out = _finished(y, arguments)
     y_grad = torch.zeros_like(y)
     if out_grad is not None:
         (y_grad,) = torch.autograd.grad(out, y, out_grad.to(out.dtype), retain_graph=True)
@@ -107,22 +107,23 @@ def _by_pieces(
         carry = None if entering is None else entering.detach().requires_grad_()
         # What of the initial state is not in packed sequences is the first piece's carry.
         own = inputs if packing else inputs._replace(initial=None)
-        made = _piece(own, packing, carry, 0, end - begin, options, offset=begin)
+        ends = _piece(own, packing, carry, 0, end - begin, options, offset=begin)
         reaching = None
         if packing is not None and final_grad is not None:
             reaching = torch.where(_within(packing, begin, end), final_grad, 0)
         arriving = y_grad[..., begin:end], passed, reaching
         pairs = [
-            (x, g) for x, g in zip(made, arriving, strict=True) if x is not None and g is not None
+            (x, g) for x, g in zip(ends, arriving, strict=True) if x is not None and g is not None
         ]
         sources = [t for t in (*own, carry) if t is not None]
-        found = iter(
+        leaf_grads = iter(
             torch.autograd.grad(
                 [x for x, _ in pairs], sources, [g for _, g in pairs], materialize_grads=True
             )
         )
-        _gather(grads, Terms._make(None if t is None else next(found) for t in own), begin, end)
-        passed = None if carry is None else next(found)
+        own_grads = Terms._make(None if t is None else next(leaf_grads) for t in own)
+        _gather(grads, own_grads, begin, end)
+        passed = None if carry is None else next(leaf_grads)
     if packing is None:
         grads = grads._replace(initial=passed)
     elif grads.initial is not None and final_grad is not None:
@@ -142,10 +143,10 @@ def _cut(terms: Terms, begin: int, end: int) -> Terms:
     return Terms(sizes, scaled, terms.A, inward, outward, terms.initial)
 
 
-def _gather(grads: Terms, found: Terms, begin: int, end: int) -> None:
+def _gather(grads: Terms, of_piece: Terms, begin: int, end: int) -> None:
     """Add a piece's gradients to those of the whole."""
     whole = _cut(grads, begin, end)
-    for total, grad in zip(whole, found, strict=True):
+    for total, grad in zip(whole, of_piece, strict=True):
         if total is not None and grad is not None:
             total.add_(grad)
 
@@ -153,17 +154,18 @@ def _gather(grads: Terms, found: Terms, begin: int, end: int) -> None:
 # --- Pieces -----------------------------------------------------------------------------------
 
 
-def _pieces(given: Arguments) -> list[tuple[int, int]]:
-    batch, channels, time = given.u.shape
-    room = _PIECE[given.u.is_cuda] // max(1, batch * channels * given.A.shape[1])
-    steps = max(_SHORTEST, room)
+def _pieces(arguments: Arguments) -> list[tuple[int, int]]:
+    batch, channels, time = arguments.u.shape
+    steps_that_fit = _PIECE[arguments.u.is_cuda] // max(1, batch * channels * arguments.A.shape[1])
+    steps = max(_SHORTEST, steps_that_fit)
     return [(begin, min(time, begin + steps)) for begin in range(0, time, steps)]
 
 
-def _terms(given: Arguments, options: Options) -> Terms:
-    compute = reference.compute_dtype(given.u.dtype)
-    of_states = reference.state_dtype(given.u.dtype, given.A.dtype)
-    sizes = reference.step_sizes(given.delta.to(compute), given.delta_bias, options.softplus)
+def _terms(arguments: Arguments, options: Options) -> Terms:
+    compute = reference.compute_dtype(arguments.u.dtype)
+    of_states = reference.state_dtype(arguments.u.dtype, arguments.A.dtype)
+    delta = arguments.delta.to(compute)
+    sizes = reference.step_sizes(delta, arguments.delta_bias, options.softplus)
 
     def projection(x: Tensor) -> Tensor:
         if x.dim() == 2:
@@ -172,36 +174,36 @@ def _terms(given: Arguments, options: Options) -> Terms:
             x = reference.from_pairs(x.to(compute))
         return x.to(of_states).unsqueeze(2)
 
-    initial = given.initial_state
+    initial = arguments.initial_state
     return Terms(
         sizes,
-        sizes * given.u.to(compute),
-        given.A.to(of_states),
-        projection(given.B),
-        projection(given.C),
+        sizes * arguments.u.to(compute),
+        arguments.A.to(of_states),
+        projection(arguments.B),
+        projection(arguments.C),
         None if initial is None else initial.to(of_states),
     )
 
 
-def _packing(given: Arguments) -> Packing | None:
-    bounds = given.cu_seqlens
+def _packing(arguments: Arguments) -> Packing | None:
+    bounds = arguments.cu_seqlens
     if bounds is None:
         return None
     return Packing(bounds, bounds[1:] - 1, bounds[1:] > bounds[:-1])
 
 
-def _before(terms: Terms, packing: Packing | None, given: Arguments) -> Tensor:
+def _before(terms: Terms, packing: Packing | None, arguments: Arguments) -> Tensor:
     """The state before all, zeros if there is none."""
     if terms.initial is not None:
         return terms.initial
     between = () if packing is None else (packing.last.shape[0],)
-    return terms.A.new_zeros(given.u.shape[0], *between, *terms.A.shape)
+    return terms.A.new_zeros(arguments.u.shape[0], *between, *terms.A.shape)
 
 
 def _within(packing: Packing, begin: int, end: int) -> Tensor:
     """Of each sequence, whether it ends in a piece; (S, 1, 1)."""
-    found = packing.nonempty & (packing.last >= begin) & (packing.last < end)
-    return found[:, None, None]
+    ends = packing.nonempty & (packing.last >= begin) & (packing.last < end)
+    return ends[:, None, None]
 
 
 def _entering(terms: Terms, packing: Packing, carry: Tensor | None, start: int) -> Tensor | None:
@@ -250,10 +252,10 @@ def _piece(
     return 2 * y.real if y.is_complex() else y, carry, reached
 
 
-def _finished(y: Tensor, given: Arguments) -> Tensor:
+def _finished(y: Tensor, arguments: Arguments) -> Tensor:
     """The output, in the dtype of ``u``."""
-    if given.D is not None:
-        y = y + given.D.to(y.dtype).unsqueeze(-1) * given.u.to(y.dtype)
-    if given.z is not None:
-        y = y * functional.silu(given.z.to(y.dtype))
-    return y.to(given.u.dtype)
+    if arguments.D is not None:
+        y = y + arguments.D.to(y.dtype).unsqueeze(-1) * arguments.u.to(y.dtype)
+    if arguments.z is not None:
+        y = y * functional.silu(arguments.z.to(y.dtype))
+    return y.to(arguments.u.dtype)

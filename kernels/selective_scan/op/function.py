@@ -121,14 +121,14 @@ def selective_scan(
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
     how = delta_softplus, return_final_state, backend
     if not _is_compiling() and unwatched():
-        made = fast_scan(tensors, how)
-        if made is not None:
-            return made  # type: ignore[no-any-return]
+        outputs = fast_scan(tensors, how)
+        if outputs is not None:
+            return outputs  # type: ignore[no-any-return]
     if (sharded := call_sharded("selective_scan", tensors, how)) is not None:
         return sharded  # type: ignore[no-any-return]
     final = as_bool("return_final_state", return_final_state)
-    given = normalised(*tensors, delta_softplus, backend)
-    out, last = selective_scan_derivatives.scan(given, Options(bool(delta_softplus), backend))
+    arguments = normalised(*tensors, delta_softplus, backend)
+    out, last = selective_scan_derivatives.scan(arguments, Options(bool(delta_softplus), backend))
     return (out, last) if final else out
 
 
@@ -152,8 +152,10 @@ def describe(
     only if they are asked for. Nothing is computed."""
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
     as_bool("return_final_state", return_final_state)
-    given = normalised(*tensors, cu_seqlens, delta_softplus, backend)
-    if given.u.numel() == 0:
+    arguments = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    if arguments.u.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in tensors)
-    return selective_scan_problems.describe(given, Options(bool(delta_softplus), backend), wanted)
+    return selective_scan_problems.describe(
+        arguments, Options(bool(delta_softplus), backend), wanted
+    )

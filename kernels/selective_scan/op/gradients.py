@@ -38,28 +38,32 @@ class GradientBuffers:
     they are summed up at once; of a single term, that is the gradient."""
 
     def __init__(
-        self, given: Arguments, problem: SelectiveScanProblem, of_projection: Sequence[int] | None
+        self,
+        arguments: Arguments,
+        problem: SelectiveScanProblem,
+        of_projection: Sequence[int] | None,
     ) -> None:
         """``of_projection``: the shape of B's gradient and of C's, if it is not that which the kernel writes."""
-        u, device = given.u, given.u.device
+        u, device = arguments.u, arguments.u.device
         model = torch.empty_like(u, device="meta")
-        sequence, initial = allocator(device, u.shape, u.dtype, model.stride()), given.initial_state
+        sequence = allocator(device, u.shape, u.dtype, model.stride())
+        initial = arguments.initial_state
         self._new = {
             "u_grad": sequence,
             "delta_grad": sequence,
-            **({} if given.z is None else {"z_grad": sequence}),
+            **({} if arguments.z is None else {"z_grad": sequence}),
             **({} if initial is None else {"initial_grad": allocator(device, initial.shape)}),
         }
         rows = problem.batch * max(1, problem.sequences) * problem.parts
-        channels, states = given.A.shape
+        channels, states = arguments.A.shape
         #: Before the dimensions of a gradient, that of its terms, if there are several.
         self.rows = () if rows == 1 else (rows,)
         self.ctas = () if problem.ctas_of_group == 1 else (problem.ctas_of_group,)
-        projection = *self.ctas, *(of_projection or given.B.shape)
+        projection = *self.ctas, *(of_projection or arguments.B.shape)
         self._A = allocator(device, (*self.rows, channels, states))
         self._projections = allocator(device, (2, *projection))
         self._second = 4 * math.prod(projection)  # bytes from B's gradient to C's
-        optional = {"D_grad": given.D, "bias_grad": given.delta_bias}
+        optional = {"D_grad": arguments.D, "bias_grad": arguments.delta_bias}
         self._vectors = [name for name, tensor in optional.items() if tensor is not None]
         self._new_vectors = allocator(device, (len(self._vectors), *self.rows, channels))
         of_scratch = {"carries": problem.carried}
@@ -96,38 +100,39 @@ class GradientBuffers:
 
     def views(self, sums: Sums) -> dict[str, Tensor]:
         """All parts, as tensors by the names of the kernels' pointers."""
-        found = {"A_grad": sums.A, "B_grad": sums.projections[0], "C_grad": sums.projections[1]}
+        tensors = {"A_grad": sums.A, "B_grad": sums.projections[0], "C_grad": sums.projections[1]}
         if sums.vectors is not None:
-            found |= dict(zip(self._vectors, sums.vectors.unbind(), strict=True))
+            tensors |= dict(zip(self._vectors, sums.vectors.unbind(), strict=True))
         for name, (start, count) in self._scratch.items():
             assert sums.scratch is not None
-            found[name] = sums.scratch[start : start + count]
-        return found
+            tensors[name] = sums.scratch[start : start + count]
+        return tensors
 
 
 def shared_shape(
-    given: Arguments, problem: SelectiveScanProblem, shapes: Arguments
+    arguments: Arguments, problem: SelectiveScanProblem, shapes: Arguments
 ) -> Sequence[int] | None:
     """That of B's gradient and of C's, if the kernel writes as many numbers of each."""
-    of_B, groups = shapes.B.shape, {problem.groups, given.B.shape[1], given.C.shape[1]}
+    of_B, groups = shapes.B.shape, {problem.groups, arguments.B.shape[1], arguments.C.shape[1]}
     return of_B if of_B == shapes.C.shape and len(groups) == 1 else None
 
 
 def finisher(
-    given: Arguments,
+    arguments: Arguments,
     problem: SelectiveScanProblem,
     wanted: tuple[bool, ...],
     shapes: Arguments,
     buffers: GradientBuffers,
 ) -> Callable[[dict[str, Any], Sums], Gradients]:
     """Makes the gradients that are wanted of what the kernels wrote."""
-    needed = tuple(w and t is not None for w, t in zip(wanted, given.differentiable, strict=True))
+    pairs = zip(wanted, arguments.differentiable, strict=True)
+    needed = tuple(want and tensor is not None for want, tensor in pairs)
     for_A, for_B, for_C, for_D, for_bias = (needed[i] for i in (2, 3, 4, 5, 7))
-    groups = given.B.shape[1], given.C.shape[1]
+    groups = arguments.B.shape[1], arguments.C.shape[1]
     of_B, of_C = shapes.B.shape, shapes.C.shape
-    alike = shared_shape(given, problem, shapes) is not None
-    dtype, narrow = given.u.dtype, given.u.dtype != torch.float32
-    new_both = allocator(given.u.device, (2, *of_B), dtype)
+    alike = shared_shape(arguments, problem, shapes) is not None
+    dtype, narrow = arguments.u.dtype, arguments.u.dtype != torch.float32
+    new_both = allocator(arguments.u.device, (2, *of_B), dtype)
     several_rows, several_ctas = bool(buffers.rows), bool(buffers.ctas)
 
     def finish(tensors: dict[str, Any], sums: Sums) -> Gradients:
@@ -146,8 +151,8 @@ def finisher(
         if for_D or for_bias:
             assert sums.vectors is not None
             vectors = sums.vectors.sum(1) if several_rows else sums.vectors
-            found = vectors.unbind()
-            D_grad, bias_grad = found[0] if for_D else None, found[-1]
+            by_vector = vectors.unbind()
+            D_grad, bias_grad = by_vector[0] if for_D else None, by_vector[-1]
         return (
             tensors["u_grad"] if needed[0] else None,
             tensors["delta_grad"] if needed[1] else None,

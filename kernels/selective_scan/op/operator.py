@@ -41,16 +41,16 @@ class SelectiveScan(Operator):
         ),
     )
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         if len(shape) != 3:
             raise ValueError(
-                f"--shape is {given.shape!r}; selective_scan takes batch, channels and time, such as 8,2048,2048"
+                f"--shape is {args.shape!r}; selective_scan takes batch, channels and time, such as 8,2048,2048"
             )
         batch, channels, time = shape
-        states = _USUAL_STATES if given.states is None else given.states
+        states = _USUAL_STATES if args.states is None else args.states
         if not 1 <= states <= MOST_STATES:
             raise ValueError(f"--states is {states}; accepted are 1 to {MOST_STATES}")
-        groups = 1 if given.groups is None else given.groups
+        groups = 1 if args.groups is None else args.groups
         if groups < 1 or channels % groups:
             raise ValueError(f"--groups is {groups}; accepted are divisors of {channels} channels")
         complex_numbers = dtype == "complex64"
@@ -58,7 +58,7 @@ class SelectiveScan(Operator):
         wide = "float64" if real == "float64" else "float32"
 
         def sequence() -> Tensor:
-            if given.channel_last:
+            if args.channel_last:
                 return described_tensor((batch, time, channels), real).transpose(1, 2)
             return described_tensor(shape, real)
 
@@ -72,7 +72,7 @@ class SelectiveScan(Operator):
             sequence(),
             described_tensor((channels,), wide),
         )
-        record = {"states": states, "groups": groups, "channel_last": bool(given.channel_last)}
+        record = {"states": states, "groups": groups, "channel_last": bool(args.channel_last)}
         return ParsedCall(tensors, {"delta_softplus": True}, record)
 
     def run_on_cpu(
@@ -82,22 +82,22 @@ class SelectiveScan(Operator):
 
         if problem.direction == "adjoint":
             raise NotImplementedError("on the CPU no sequence is cut into parts")
-        given, options = _arguments(problem, tensors)
+        arguments, options = _arguments(problem, tensors)
         if problem.direction == "forward":
-            made = plans.forward(given, options, True)
-            for name, of_call in (("out", made.out), ("final_state", made.last)):
+            outputs = plans.forward(arguments, options, True)
+            for name, of_call in (("out", outputs.out), ("final_state", outputs.last)):
                 kept = tensors[name]
                 assert kept is not None
                 kept.copy_(of_call.view(kept.shape))
             return
         out_grad, final_grad = tensors["out_grad"], tensors.get("final_grad")
         assert out_grad is not None
-        if final_grad is not None and given.cu_seqlens is None:
+        if final_grad is not None and arguments.cu_seqlens is None:
             final_grad = final_grad.squeeze(1)
-        checkpoints = plans.forward(given, options, True).checkpoints
+        checkpoints = plans.forward(arguments, options, True).checkpoints
         wanted = tuple(tensors.get(name) is not None for name in _GRADIENTS)
-        found = plans.backward(given, checkpoints, out_grad, final_grad, options, wanted)
-        for name, grad in zip(_GRADIENTS, found, strict=True):
+        gradients = plans.backward(arguments, checkpoints, out_grad, final_grad, options, wanted)
+        for name, grad in zip(_GRADIENTS, gradients, strict=True):
             kept = tensors.get(name)
             if kept is None or grad is None:
                 continue
@@ -113,9 +113,9 @@ class SelectiveScan(Operator):
     def posed(self, case: Case, direction: str) -> tuple[SelectiveScanProblem, ...]:
         from scan_registry.kernels.selective_scan.op.problems import describe
 
-        given, options = _given(case, "meta")
+        arguments, options = _of_case(case, "meta")
         training = direction != PASSES[0]
-        calls = describe(given, options, training)
+        calls = describe(arguments, options, training)
         return tuple(
             call.problem for name, call in calls.items() if (name != "forward") == training
         )
@@ -126,8 +126,8 @@ class SelectiveScan(Operator):
         """Results are not to be believed: the backward pass gets states that no scan has made."""
         from scan_registry.kernels.selective_scan.op import plans
 
-        given, _ = _given(case, device)
-        return plans.new_tensors(given, problem, case.sequence(device))
+        arguments, _ = _of_case(case, device)
+        return plans.new_tensors(arguments, problem, case.sequence(device))
 
     def outputs(self, case: Case, problem: SelectiveScanProblem) -> tuple[str, ...]:
         if problem.direction == "adjoint":
@@ -138,11 +138,11 @@ class SelectiveScan(Operator):
         return "u_grad", "delta_grad", *_PARTIAL, *gated
 
 
-def _given(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
+def _of_case(case: Case, device: torch.device | str) -> tuple[Arguments, Options]:
     from scan_registry.kernels.selective_scan.op.arguments import Options, normalised
 
-    given = normalised(*case.inputs(device), None, None, True, "auto")
-    return given, Options(True)
+    arguments = normalised(*case.inputs(device), None, None, True, "auto")
+    return arguments, Options(True)
 
 
 def _arguments(
@@ -153,14 +153,14 @@ def _arguments(
 
     from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
 
-    given = [tensors.get(name) for name in Arguments._fields]
-    found = Arguments(*given)  # type: ignore[arg-type]
+    pointers = [tensors.get(name) for name in Arguments._fields]
+    arguments = Arguments(*pointers)  # type: ignore[arg-type]
     left = tensors.get("initial_grad")
-    if found.initial_state is None and left is not None:  # zeros have a gradient, too
-        found = found._replace(initial_state=torch.zeros_like(left))
-    if found.cu_seqlens is None and found.initial_state is not None:
-        found = found._replace(initial_state=found.initial_state.squeeze(1))
-    return found, Options(problem.softplus)
+    if arguments.initial_state is None and left is not None:  # zeros have a gradient, too
+        arguments = arguments._replace(initial_state=torch.zeros_like(left))
+    if arguments.cu_seqlens is None and arguments.initial_state is not None:
+        arguments = arguments._replace(initial_state=arguments.initial_state.squeeze(1))
+    return arguments, Options(problem.softplus)
 
 
 OPERATOR = SelectiveScan()

@@ -66,8 +66,8 @@ def on_gpu(tensor: Tensor) -> bool:
     return bool(tensor.is_cuda)
 
 
-def _in_torch(given: Arguments, options: Options) -> bool:
-    return not on_gpu(given.u) or options.backend == "reference" or not has_kernels(given)
+def _in_torch(arguments: Arguments, options: Options) -> bool:
+    return not on_gpu(arguments.u) or options.backend == "reference" or not has_kernels(arguments)
 
 
 def _prepared(problem: SelectiveScanProblem, device: torch.device, backend: Any) -> Run | Decision:
@@ -82,62 +82,62 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def checkpoint_shape(given: Arguments) -> tuple[Any, ...]:
+def checkpoint_shape(arguments: Arguments) -> tuple[Any, ...]:
     """Of the states that forward leaves for backward."""
-    batch, channels, time = given.u.shape
-    sequences = 1 if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-    return batch, time // INTERVAL + sequences, channels, given.A.shape[1]
+    batch, channels, time = arguments.u.shape
+    sequences = 1 if arguments.cu_seqlens is None else arguments.cu_seqlens.shape[0] - 1
+    return batch, time // INTERVAL + sequences, channels, arguments.A.shape[1]
 
 
-def state_shape(given: Arguments) -> tuple[Any, ...]:
+def state_shape(arguments: Arguments) -> tuple[Any, ...]:
     """Of the states before and after."""
-    between = () if given.cu_seqlens is None else (given.cu_seqlens.shape[0] - 1,)
-    return (given.u.shape[0], *between, *given.A.shape)
+    between = () if arguments.cu_seqlens is None else (arguments.cu_seqlens.shape[0] - 1,)
+    return (arguments.u.shape[0], *between, *arguments.A.shape)
 
 
-def empty_outputs(given: Arguments, options: Options, training: bool) -> Outputs:
+def empty_outputs(arguments: Arguments, options: Options, training: bool) -> Outputs:
     """New ``Outputs``, not yet computed. A tensor that stands for one on a GPU, when operators are traced, is on meta here."""
-    u, A = given.u, given.A
+    u, A = arguments.u, arguments.A
     stood_for = getattr(u, "fake_device", None)
     state = reference.state_dtype(u.dtype, A.dtype)
     there = on_gpu(u) if stood_for is None else stood_for.type == "cuda"
-    kernels = there and options.backend != "reference" and has_kernels(given)
-    kept = checkpoint_shape(given) if training and kernels else (0,)
+    kernels = there and options.backend != "reference" and has_kernels(arguments)
+    kept = checkpoint_shape(arguments) if training and kernels else (0,)
     return Outputs(
         torch.empty_like(u),
-        u.new_empty(state_shape(given), dtype=state),
+        u.new_empty(state_shape(arguments), dtype=state),
         u.new_empty(kept, dtype=torch.float32),
     )
 
 
-def forward(given: Arguments, options: Options, training: bool) -> Outputs:
+def forward(arguments: Arguments, options: Options, training: bool) -> Outputs:
     """``Outputs``; with ``training`` what backward needs, too."""
-    return Outputs(*plan_cache.run(make_forward, tuple(given), options, training, True))
+    return Outputs(*plan_cache.run(make_forward, tuple(arguments), options, training, True))
 
 
 def make_forward(*args: Any) -> Plan:
     """The plan of ``forward``, from its arguments and whether the final state is asked for. B and C may lack the dimension of
     groups, in shapes and in calls."""
     *tensors, options, training, final = args
-    given = grouped(Arguments(*tensors))
+    arguments = grouped(Arguments(*tensors))
 
-    def by_reference(given: Arguments) -> Outputs:
-        made = empty_outputs(given, options, training)
-        out, last = composed.forward(given, options)
-        made.out.copy_(out)
-        made.last.copy_(last)
-        if made.checkpoints.numel():
-            made.checkpoints.copy_(_kept_by_reference(given, options))
-        return made
+    def by_reference(arguments: Arguments) -> Outputs:
+        outputs = empty_outputs(arguments, options, training)
+        out, last = composed.forward(arguments, options)
+        outputs.out.copy_(out)
+        outputs.last.copy_(last)
+        if outputs.checkpoints.numel():
+            outputs.checkpoints.copy_(_kept_by_reference(arguments, options))
+        return outputs
 
-    def on_cpu(given: Arguments) -> Outputs:
-        made = selective_scan_cpu.forward(given, options)
-        return Outputs(*made, given.u.new_empty((0,), dtype=torch.float32))
+    def on_cpu(arguments: Arguments) -> Outputs:
+        outputs = selective_scan_cpu.forward(arguments, options)
+        return Outputs(*outputs, arguments.u.new_empty((0,), dtype=torch.float32))
 
-    if given.u.numel() == 0 or _in_torch(given, options):
-        plain = on_cpu if selective_scan_cpu.takes(given, options) else by_reference
+    if arguments.u.numel() == 0 or _in_torch(arguments, options):
+        plain = on_cpu if selective_scan_cpu.takes(arguments, options) else by_reference
         return lambda *tensors: plain(grouped(Arguments(*tensors)))
-    launch = plan_forward(given, options, training, final, addresses_of(tensors))
+    launch = plan_forward(arguments, options, training, final, addresses_of(tensors))
     if isinstance(launch, Decision):
         decision = launch
         return lambda *tensors: run_reference(
@@ -155,24 +155,24 @@ def make_forward(*args: Any) -> Plan:
 
 
 def plan_forward(
-    given: Arguments, options: Options, training: bool, final: bool, addresses: int
+    arguments: Arguments, options: Options, training: bool, final: bool, addresses: int
 ) -> Callable[[Arguments], tuple[Tensor, Any, Any]] | Decision:
     """How a kernel makes the output, the final state if it is ``final`` that is asked for, and in ``training`` the
     checkpoints; or the decision that none does."""
-    u = given.u
+    u = arguments.u
     model = torch.empty_like(u)
-    problem = make_problem("forward", with_groups(given), options, {"out": model}, addresses)
+    problem = make_problem("forward", with_groups(arguments), options, {"out": model}, addresses)
     run = _prepared(problem, u.device, options.backend)
     if isinstance(run, Decision):
         return run
-    launch, inputs = run, inputs_of(given)
+    launch, inputs = run, inputs_of(arguments)
     new_out = allocator(u.device, model.shape, u.dtype, model.stride())
-    new_state = allocator(u.device, state_shape(given)) if final else _nothing
-    new_checkpoints = allocator(u.device, checkpoint_shape(given)) if training else _nothing
+    new_state = allocator(u.device, state_shape(arguments)) if final else _nothing
+    new_checkpoints = allocator(u.device, checkpoint_shape(arguments)) if training else _nothing
 
-    def plan(given: Arguments) -> tuple[Tensor, Any, Any]:
+    def plan(arguments: Arguments) -> tuple[Tensor, Any, Any]:
         out, last, kept = new_out(), new_state(), new_checkpoints()
-        launch({**inputs(given), "out": out, "final_state": last, "checkpoints": kept})
+        launch({**inputs(arguments), "out": out, "final_state": last, "checkpoints": kept})
         return out, last, kept
 
     return plan
@@ -191,10 +191,10 @@ def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None
         if (t := getattr(model, name)) is not None and not t.is_contiguous()
     ]
 
-    def found(given: Arguments) -> dict[str, Tensor | None]:
+    def pointers(arguments: Arguments) -> dict[str, Tensor | None]:
         if spread:
-            given = with_groups(given)
-        u, delta, A, B, C, D, z, bias, initial, bounds = given
+            arguments = with_groups(arguments)
+        u, delta, A, B, C, D, z, bias, initial, bounds = arguments
         tensors = {
             "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": bias,
             "initial_state": initial, "cu_seqlens": bounds,
@@ -203,13 +203,13 @@ def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None
             tensors[name] = _dense(tensors[name])
         return tensors
 
-    return found
+    return pointers
 
 
-def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
+def _kept_by_reference(arguments: Arguments, options: Options) -> Tensor:
     return reference.checkpoints(
-        given.u, given.delta, given.A, given.B, given.C, given.delta_bias, options.softplus,
-        given.initial_state, given.cu_seqlens, INTERVAL,
+        arguments.u, arguments.delta, arguments.A, arguments.B, arguments.C, arguments.delta_bias, options.softplus,
+        arguments.initial_state, arguments.cu_seqlens, INTERVAL,
     )  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def _kept_by_reference(given: Arguments, options: Options) -> Tensor:
 
 
 def backward(
-    given: Arguments,
+    arguments: Arguments,
     checkpoints: Tensor,
     out_grad: Tensor,
     final_grad: Tensor | None,
@@ -227,7 +227,7 @@ def backward(
 ) -> Gradients:
     """The gradients that are wanted, of all arguments but the bounds, each in its own dtype. ``adjoints`` are what
     ``adjoint`` has found for the same arguments, if it was called before."""
-    tensors = *given, checkpoints, out_grad, final_grad
+    tensors = *arguments, checkpoints, out_grad, final_grad
     plan = plan_cache.plan(make_backward, tensors, options, wanted)
     gradients: Gradients = plan(*tensors, adjoints=adjoints)
     return gradients
@@ -239,25 +239,25 @@ def make_backward(*args: Any) -> Plan:
     *tensors, options, wanted = args
     *every, checkpoints, out_grad, final_grad = tensors
     shapes, addresses = Arguments(*every), addresses_of(tensors)
-    given = grouped(shapes)
+    arguments = grouped(shapes)
 
-    def on_cpu(given: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
-        return selective_scan_cpu.backward(given, out_grad, final_grad, options, wanted)
+    def on_cpu(arguments: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
+        return selective_scan_cpu.backward(arguments, out_grad, final_grad, options, wanted)
 
-    def by_reference(given: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
+    def by_reference(arguments: Arguments, _: Any, out_grad: Tensor, final_grad: Any) -> Gradients:
         # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
         with recorded, torch.no_grad():
-            return composed.backward(given, options, out_grad, final_grad, wanted)
+            return composed.backward(arguments, options, out_grad, final_grad, wanted)
 
     def of_groups(function: Callable[..., Gradients], tensors: Sequence[Any]) -> Gradients:
-        given = Arguments(*tensors[:-3])
-        return in_shapes(given, function(grouped(given), *tensors[-3:]))
+        arguments = Arguments(*tensors[:-3])
+        return in_shapes(arguments, function(grouped(arguments), *tensors[-3:]))
 
-    if given.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(given, options):
-        plain = on_cpu if selective_scan_cpu.takes(given, options) else by_reference
+    if arguments.u.numel() == 0 or checkpoints.numel() == 0 or _in_torch(arguments, options):
+        plain = on_cpu if selective_scan_cpu.takes(arguments, options) else by_reference
         return lambda *tensors, adjoints=None: of_groups(plain, tensors)
-    launch = plan_backward(given, out_grad, final_grad, options, wanted, addresses, shapes)
+    launch = plan_backward(arguments, out_grad, final_grad, options, wanted, addresses, shapes)
     if isinstance(launch, Decision):
         decision = launch
         return lambda *tensors, adjoints=None: run_reference(
@@ -269,16 +269,16 @@ def make_backward(*args: Any) -> Plan:
     )
 
 
-def in_shapes(given: Arguments, gradients: Gradients) -> Gradients:
+def in_shapes(arguments: Arguments, gradients: Gradients) -> Gradients:
     """The gradients of ``grouped(given)`` in the shapes of what is given."""
-    if given.B.dim() != 3 and given.C.dim() != 3:
+    if arguments.B.dim() != 3 and arguments.C.dim() != 3:
         return gradients
-    pairs = zip(gradients, given.differentiable, strict=True)
+    pairs = zip(gradients, arguments.differentiable, strict=True)
     return tuple(g if g is None or t is None else g.reshape(t.shape) for g, t in pairs)
 
 
 def plan_backward(
-    given: Arguments,
+    arguments: Arguments,
     out_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
@@ -288,8 +288,8 @@ def plan_backward(
 ) -> Callable[..., Gradients] | Decision:
     """How kernels make the gradients that are wanted, of arguments, checkpoints, the output's gradient and the final
     state's; or the decision that none does. Those of B and C are to be of the shape that they have in ``shapes``."""
-    device, grouped, backend = given.u.device, with_groups(given), options.backend
-    others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
+    device, grouped, backend = arguments.u.device, with_groups(arguments), options.backend
+    others = {"grad": out_grad, "u_grad": torch.empty_like(arguments.u)}
     whole = make_problem("backward", grouped, options, others, addresses)
     problem = replace(whole, parts=parts_of(whole, device))
     run = _prepared(problem, device, backend)
@@ -303,19 +303,19 @@ def plan_backward(
         if isinstance(prepared, Decision):
             return prepared
         first = prepared
-    launch, inputs = run, inputs_of(given)
-    buffers = GradientBuffers(grouped, problem, shared_shape(given, problem, shapes))
-    finish = finisher(given, problem, wanted, shapes, buffers)
+    launch, inputs = run, inputs_of(arguments)
+    buffers = GradientBuffers(grouped, problem, shared_shape(arguments, problem, shapes))
+    finish = finisher(arguments, problem, wanted, shapes, buffers)
     gaps = final_grad is not None and not final_grad.is_contiguous()
 
     def plan(
-        given: Arguments,
+        arguments: Arguments,
         checkpoints: Tensor,
         out_grad: Tensor,
         final_grad: Any,
         adjoints: Any = None,
     ) -> Gradients:
-        tensors = inputs(given)
+        tensors = inputs(arguments)
         tensors["out_grad"] = out_grad
         tensors["final_grad"] = final_grad.contiguous() if gaps else final_grad
         tensors["checkpoints"] = checkpoints
@@ -333,41 +333,42 @@ def plan_backward(
 # --- Adjoints of parts ------------------------------------------------------------------------
 
 
-def adjoint(given: Arguments, out_grad: Tensor, options: Options) -> Adjoints | None:
+def adjoint(arguments: Arguments, out_grad: Tensor, options: Options) -> Adjoints | None:
     """What the kernel ``adjoint`` finds for each part of a sequence, also for the first; None if no kernel does. Nothing is
     packed."""
-    tensors = *given, out_grad
+    tensors = *arguments, out_grad
     adjoints: Adjoints | None = plan_cache.run(_make_adjoint, tensors, options)
     return adjoints
 
 
-def sizes(given: Arguments, options: Options) -> Tensor | None:
+def sizes(arguments: Arguments, options: Options) -> Tensor | None:
     """The sums of the step sizes over time, (B, D), float32: what the kernel ``adjoint`` makes of no states. None if no kernel
     does. Nothing is packed."""
-    without_states = given._replace(A=given.A[:, :0], z=None)
-    found: Adjoints | None = plan_cache.run(_make_adjoint, (*without_states, None), options)
-    return None if found is None else found.sizes.sum(1)
+    without_states = arguments._replace(A=arguments.A[:, :0], z=None)
+    adjoints: Adjoints | None = plan_cache.run(_make_adjoint, (*without_states, None), options)
+    return None if adjoints is None else adjoints.sizes.sum(1)
 
 
 def _make_adjoint(*args: Any) -> Plan:
     *every, out_grad, options = args
-    given, addresses = Arguments(*every), addresses_of((*every, out_grad))
-    if given.u.numel() == 0 or given.cu_seqlens is not None or _in_torch(given, options):
+    arguments, addresses = Arguments(*every), addresses_of((*every, out_grad))
+    u, packed = arguments.u, arguments.cu_seqlens is not None
+    if u.numel() == 0 or packed or _in_torch(arguments, options):
         return lambda *tensors: None
-    device, grouped = given.u.device, with_groups(given)
-    others = {"grad": out_grad, "u_grad": torch.empty_like(given.u)}
+    device, grouped = arguments.u.device, with_groups(arguments)
+    others = {"grad": out_grad, "u_grad": torch.empty_like(arguments.u)}
     parts = parts_of(make_problem("backward", grouped, options, others, addresses), device)
     # The kernel leaves out a sequence's first part. So it is told of one part more, which lies before the tensors begin, and
     # which it does not read.
-    batch, channels, time = given.u.shape
+    batch, channels, time = arguments.u.shape
     skipped = INTERVAL * -(-time // (INTERVAL * parts))
     grad = {"grad": out_grad}
     problem = make_problem("adjoint", grouped, options, grad, addresses, parts + 1)
     run = _prepared(replace(problem, time=time + skipped), device, options.backend)
     if isinstance(run, Decision):
         return lambda *tensors: None
-    launch, inputs = run, inputs_of(given)
-    new_adjoints = allocator(device, (batch, parts + 1, channels, given.A.shape[1]))
+    launch, inputs = run, inputs_of(arguments)
+    new_adjoints = allocator(device, (batch, parts + 1, channels, arguments.A.shape[1]))
     new_sizes = allocator(device, (batch, parts + 1, channels))
 
     def plan(*args: Any) -> Adjoints:
@@ -378,22 +379,22 @@ def _make_adjoint(*args: Any) -> Plan:
             for name in ("delta", "z", "C", "out_grad")
             if (t := tensors[name]) is not None
         }
-        found, sizes = new_adjoints(), new_sizes()
-        launch({**tensors, **earlier, "adjoints": found, "sizes": sizes})
-        return Adjoints(found[:, 1:], sizes[:, 1:])
+        adjoints, sizes = new_adjoints(), new_sizes()
+        launch({**tensors, **earlier, "adjoints": adjoints, "sizes": sizes})
+        return Adjoints(adjoints[:, 1:], sizes[:, 1:])
 
     return plan
 
 
 def new_tensors(
-    given: Arguments, problem: SelectiveScanProblem, out_grad: Tensor
+    arguments: Arguments, problem: SelectiveScanProblem, out_grad: Tensor
 ) -> dict[str, Tensor | None]:
     """What the kernel for a problem gets in a call that trains, by the names of its pointers."""
-    grouped = with_groups(given)
+    grouped = with_groups(arguments)
     tensors = inputs_of(grouped)(grouped)
-    tensors["checkpoints"] = given.u.new_zeros(checkpoint_shape(given), dtype=torch.float32)
+    tensors["checkpoints"] = arguments.u.new_zeros(checkpoint_shape(arguments), dtype=torch.float32)
     if problem.direction == "forward":
-        return {**tensors, "out": torch.empty_like(given.u)}
+        return {**tensors, "out": torch.empty_like(arguments.u)}
     buffers = GradientBuffers(grouped, problem, None)
     parts = buffers.views(buffers.put(tensors))
     for part in parts.values():

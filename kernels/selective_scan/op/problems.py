@@ -45,30 +45,30 @@ class KernelCall:
         """No kernel of this family does what another one does, too."""
 
 
-def has_kernels(given: Arguments) -> bool:
+def has_kernels(arguments: Arguments) -> bool:
     """Whether the kernels compute it: of real numbers, with B and C that change with time."""
     return (
-        given.u.dtype in COMPILED
-        and not given.A.is_complex()
-        and given.B.dim() == given.C.dim() == 4
+        arguments.u.dtype in COMPILED
+        and not arguments.A.is_complex()
+        and arguments.B.dim() == arguments.C.dim() == 4
     )
 
 
-def with_groups(given: Arguments) -> Arguments:
+def with_groups(arguments: Arguments) -> Arguments:
     """B and C of as many groups, without a copy where one of them has one."""
-    groups = max(given.B.shape[1], given.C.shape[1])
+    groups = max(arguments.B.shape[1], arguments.C.shape[1])
 
     def spread(x: Tensor) -> Tensor:
         if x.shape[1] == 1 and groups > 1:
             return x.expand(-1, groups, -1, -1)
         return x if x.shape[1] == groups else x.repeat_interleave(groups // x.shape[1], 1)
 
-    return given._replace(B=spread(given.B), C=spread(given.C))
+    return arguments._replace(B=spread(arguments.B), C=spread(arguments.C))
 
 
-def copies_groups(given: Arguments) -> bool:
+def copies_groups(arguments: Arguments) -> bool:
     """Whether ``with_groups`` copies."""
-    of_B, of_C = given.B.shape[1], given.C.shape[1]
+    of_B, of_C = arguments.B.shape[1], arguments.C.shape[1]
     return of_B != of_C and 1 not in (of_B, of_C)
 
 
@@ -80,12 +80,12 @@ def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
         for dim, stride in enumerate(tensor.stride())
         if dim != along and tensor.shape[dim] > 1
     ]
-    return tensor.stride(along) == 1 and not any(each % 16 for each in (addresses, *others))
+    return tensor.stride(along) == 1 and not any(distance % 16 for distance in (addresses, *others))
 
 
 def make_problem(
     direction: Direction,
-    given: Arguments,
+    arguments: Arguments,
     options: Options,
     others: Mapping[str, Tensor],
     addresses: int,
@@ -93,12 +93,12 @@ def make_problem(
 ) -> SelectiveScanProblem:
     """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
     ``addresses`` say how far all are aligned, up to 16 bytes."""
-    u, bounds = given.u, given.cu_seqlens
+    u, bounds = arguments.u, arguments.cu_seqlens
     batch, channels, time = u.shape
-    groups = given.B.shape[1]
+    groups = arguments.B.shape[1]
     layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
     along, length = (2, time) if layout == "time_last" else (1, channels // groups)
-    named: dict[str, Any] = {**given._asdict(), **others}
+    named: dict[str, Any] = {**arguments._asdict(), **others}
     sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
     strides: list[int] = []
     for name, dimensions in STRIDED[direction].items():
@@ -112,7 +112,7 @@ def make_problem(
         batch=batch,
         channels=channels,
         time=time,
-        states=given.A.shape[1],
+        states=arguments.A.shape[1],
         groups=groups,
         strides=tuple(strides),
         softplus=options.softplus,
@@ -120,56 +120,56 @@ def make_problem(
         sequences=0 if bounds is None else bounds.shape[0] - 1,
         aligned=bounds is None
         and length % unit == 0
-        and all(_on_16_bytes(each, along, addresses) for each in sequences),
+        and all(_on_16_bytes(tensor, along, addresses) for tensor in sequences),
         whole=(
-            bounds is None and _on_16_bytes(given.B, 3, addresses),
-            bounds is None and _on_16_bytes(given.C, 3, addresses),
+            bounds is None and _on_16_bytes(arguments.B, 3, addresses),
+            bounds is None and _on_16_bytes(arguments.C, 3, addresses),
         ),
     )
 
 
-def describe(given: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
+def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
     """The problems of a call by direction; those of derivatives only if it is ``differentiated``."""
-    model = torch.empty_like(given.u, device="meta")
-    addresses = addresses_of(given)
-    if not has_kernels(given):
-        made = _without_kernels(given)
+    model = torch.empty_like(arguments.u, device="meta")
+    addresses = addresses_of(arguments)
+    if not has_kernels(arguments):
+        problem_of = _without_kernels(arguments)
         directions: tuple[Direction, ...] = ("forward", "backward")
-        return {each: KernelCall(made(each)) for each in directions[: 1 + differentiated]}
-    given = with_groups(given)
-    forward = make_problem("forward", given, options, {"out": model}, addresses)
+        return {name: KernelCall(problem_of(name)) for name in directions[: 1 + differentiated]}
+    arguments = with_groups(arguments)
+    forward = make_problem("forward", arguments, options, {"out": model}, addresses)
     calls = {"forward": KernelCall(forward)}
     if differentiated:
         others = {"grad": model, "u_grad": model}
-        whole = make_problem("backward", given, options, others, addresses)
-        parts = parts_of(whole, given.u.device)
+        whole = make_problem("backward", arguments, options, others, addresses)
+        parts = parts_of(whole, arguments.u.device)
         if parts > 1:
             grad = {"grad": model}
-            problem = make_problem("adjoint", given, options, grad, addresses, parts)
+            problem = make_problem("adjoint", arguments, options, grad, addresses, parts)
             calls["adjoint"] = KernelCall(problem)
         calls["backward"] = KernelCall(replace(whole, parts=parts))
     return calls
 
 
-def _without_kernels(given: Arguments) -> Callable[[Direction], SelectiveScanProblem]:
+def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveScanProblem]:
     """The problem of complex numbers, of float64, or of B or C that do not change with time: no kernel accepts it."""
-    dtype = str(given.A.dtype if given.A.is_complex() else given.u.dtype)
+    dtype = str(arguments.A.dtype if arguments.A.is_complex() else arguments.u.dtype)
 
-    def made(direction: Direction) -> SelectiveScanProblem:
+    def problem_of(direction: Direction) -> SelectiveScanProblem:
         return SelectiveScanProblem(
             direction=direction,
             dtype=dtype.removeprefix("torch."),
             layout="time_last",
-            batch=given.u.shape[0],
-            channels=given.u.shape[1],
-            time=given.u.shape[2],
-            states=given.A.shape[1],
+            batch=arguments.u.shape[0],
+            channels=arguments.u.shape[1],
+            time=arguments.u.shape[2],
+            states=arguments.A.shape[1],
             groups=1,
             strides=(0,) * len(stride_names(direction)),
-            constant=2 in (given.B.dim(), given.C.dim()),
+            constant=2 in (arguments.B.dim(), arguments.C.dim()),
         )
 
-    return made
+    return problem_of
 
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:

@@ -126,20 +126,20 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
 
 
 def _check_projection(
-    name: str, given: Any, batch: Any, divided: Any, states: Any, heads: bool
+    name: str, shape: Any, batch: Any, divided: Any, states: Any, heads: bool
 ) -> None:
     """``divided`` are the heads, or channels, that groups share among them."""
-    if same_shape(given, (batch, states)):
+    if same_shape(shape, (batch, states)):
         return
     fits = (
-        len(given) == 3
-        and same_shape((given[0], given[2]), (batch, states))
-        and given[1] > 0
-        and divided % given[1] == 0
+        len(shape) == 3
+        and same_shape((shape[0], shape[2]), (batch, states))
+        and shape[1] > 0
+        and divided % shape[1] == 0
     )
     if not fits:
         what = "heads" if heads else "channels"
         raise ValueError(
-            f"{name} has shape {tuple(given)}; it must be {(batch, states)} or ({batch}, groups, {states}) with "
+            f"{name} has shape {tuple(shape)}; it must be {(batch, states)} or ({batch}, groups, {states}) with "
             f"groups that divide the {divided} {what}"
         )

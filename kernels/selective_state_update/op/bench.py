@@ -56,10 +56,10 @@ class Case:
         try:
             kind, sizes, dtype, *options = text.split(":")
             shape = tuple(map(int, sizes.split(",")))
-            given = dict(option.split("=") for option in options)
-            inputs = given.pop("inputs", _INPUTS)
+            chosen = dict(option.split("=") for option in options)
+            inputs = chosen.pop("inputs", _INPUTS)
             fits = len(shape) == len(KINDS[kind]) and min(shape) > 0 and shape[-1] <= MOST_STATES
-            if given or not fits or {dtype, inputs} - {*DTYPES}:
+            if chosen or not fits or {dtype, inputs} - {*DTYPES}:
                 raise ValueError
         except (KeyError, ValueError):
             raise ValueError(
@@ -113,7 +113,7 @@ class Case:
         dt, decay = drawn(*of_row), -torch.rand(*channels, states, device=device) - 0.1
         skip, bias = drawn(*channels, dtype=wide), drawn(*channels, dtype=wide)
         if self.kind == "heads":
-            dt, skip, bias = (each[..., :1].expand(each.shape) for each in (dt, skip, bias))
+            dt, skip, bias = (t[..., :1].expand(t.shape) for t in (dt, skip, bias))
             decay = decay[:, :1, :1].expand(decay.shape)
         state = drawn(*self.shape, dtype=getattr(torch, self.dtype))
         through = (
@@ -164,9 +164,9 @@ class StepBenchmark(Benchmark):
     def parse(self, text: str) -> Case:
         return Case.parse(text)
 
-    def cases(self, given: Namespace, kind: str) -> list[Case]:
+    def cases(self, args: Namespace, kind: str) -> list[Case]:
         usual = USUAL if kind == "cuda" else ON_CPU
-        return [Case.parse(text) for text in given.case or usual]
+        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         from scan_registry.kernels.selective_state_update.op.function import selective_state_update

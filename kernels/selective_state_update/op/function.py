@@ -116,8 +116,7 @@ def selective_state_update(
     if not _is_dynamo_compiling():
         refuse_mapped("selective_state_update", "state", *tensors)
         flops.announce()
-    found: Tensor = _op(*tensors, bool(dt_softplus), backend)
-    return found
+    return _op(*tensors, bool(dt_softplus), backend)  # type: ignore[no-any-return]
 
 
 def describe(
@@ -137,22 +136,22 @@ def describe(
 ) -> dict[str, KernelCall]:
     """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
     tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
-    given = check(tensors, dt_softplus, backend)
-    return {"step": plans.make_kernel_call(given, dt_softplus)} if x.numel() else {}
+    arguments = check(tensors, dt_softplus, backend)
+    return {"step": plans.make_kernel_call(arguments, dt_softplus)} if x.numel() else {}
 
 
 def _are_dense(tensors: tuple[Any, ...]) -> bool:
     """Whether all are tensors that have addresses, by which plans are found; others are for ``check`` to refuse."""
     return all(
-        each is None or (isinstance(each, Tensor) and each.layout == torch.strided)
-        for each in tensors
+        tensor is None or (isinstance(tensor, Tensor) and tensor.layout == torch.strided)
+        for tensor in tensors
     )
 
 
 def _refuse_derivatives(tensors: tuple[Tensor | None, ...]) -> None:
     if not torch.is_grad_enabled():
         return
-    if any(each is not None and each.requires_grad for each in tensors):
+    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
             "selective_state_update has no derivative, and a tensor requires one; call it under torch.no_grad(), "
             "or train with selective_scan"

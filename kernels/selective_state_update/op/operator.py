@@ -23,18 +23,18 @@ class SelectiveStateUpdate(Operator):
     name = "selective_state_update"
     shape = "batch, channels and states, or batch, heads, channels and states"
 
-    def parse(self, dtype: str, shape: tuple[int, ...], given: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         """All tensors but A, D and the bias are of the dtype."""
         if len(shape) not in (3, 4):
             raise ValueError(
-                f"--shape is {given.shape!r}; selective_state_update takes batch, channels and states, such as "
+                f"--shape is {args.shape!r}; selective_state_update takes batch, channels and states, such as "
                 "64,5120,16, or batch, heads, channels and states"
             )
         batch, *channels, states = shape
         wide = "float64" if dtype == "float64" else "float32"
         row, projection = (batch, *channels), (batch, states)
         tensors = (
-            *(described_tensor(each, dtype) for each in (shape, row, row)),
+            *(described_tensor(of_tensor, dtype) for of_tensor in (shape, row, row)),
             described_tensor((*channels, states), wide),
             *(described_tensor(projection, dtype) for _ in "BC"),
             described_tensor(tuple(channels), wide),
@@ -47,11 +47,11 @@ class SelectiveStateUpdate(Operator):
         from scan_registry.kernels.selective_state_update.cases import without_heads
         from scan_registry.kernels.selective_state_update.op import plans
 
-        given, out = without_heads(tensors), tensors["out"]
-        arguments = tuple(given[name] for name in _ARGUMENTS)
-        made = plans.step(arguments, problem.softplus, "auto")
+        named, out = without_heads(tensors), tensors["out"]
+        arguments = tuple(named[name] for name in _ARGUMENTS)
+        result = plans.step(arguments, problem.softplus, "auto")
         assert out is not None
-        out.copy_(made.view_as(out))
+        out.copy_(result.view_as(out))
 
 
 OPERATOR = SelectiveStateUpdate()

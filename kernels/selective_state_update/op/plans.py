@@ -71,12 +71,12 @@ def _in_chunks(tensor: Tensor, count: int) -> bool:
     return along == 1 and all(n == 1 or stride * size % least == 0 for stride, n in sizes)
 
 
-def make_kernel_call(given: Arguments, softplus: bool, addresses: int = 0) -> KernelCall:
+def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -> KernelCall:
     """What a step poses; ``addresses`` say how far all tensors are aligned, up to 16 bytes."""
-    state, x = given.state, given.x
+    state, x = arguments.state, arguments.x
     named: dict[str, Any] = {
-        **given._asdict(),
-        "bias": given.dt_bias,
+        **arguments._asdict(),
+        "bias": arguments.dt_bias,
         "out": torch.empty_like(x, device="meta"),
     }
     heads = state.shape[1] if state.dim() == 4 else 1
@@ -88,7 +88,7 @@ def make_kernel_call(given: Arguments, softplus: bool, addresses: int = 0) -> Ke
         heads=heads,
         channels=state.shape[-2],
         states=state.shape[-1],
-        groups=given.B.shape[1] if given.B.dim() == 3 else 1,
+        groups=arguments.B.shape[1] if arguments.B.dim() == 3 else 1,
         slots=state.shape[0],
         dtypes=tuple("float32" if t is None else _name(t.dtype) for t in formatted),
         strides=tuple(
@@ -100,9 +100,9 @@ def make_kernel_call(given: Arguments, softplus: bool, addresses: int = 0) -> Ke
         and all(
             _in_chunks(named[name], unit)
             for name in _CHUNKED
-            if name != "A" or given.A.stride(-1) != 0
+            if name != "A" or arguments.A.stride(-1) != 0
         ),
-        wide_indices=given.indices is not None and given.indices.dtype == torch.int64,
+        wide_indices=arguments.indices is not None and arguments.indices.dtype == torch.int64,
     )
     return KernelCall(problem)
 
@@ -122,7 +122,7 @@ def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Te
 
 def _plan(*arguments: Any) -> Plan:
     *tensors, softplus, backend = arguments
-    return _made(check(tuple(tensors), softplus, backend), softplus, backend)[0]
+    return _make_plan(check(tuple(tensors), softplus, backend), softplus, backend)[0]
 
 
 def _plan_fast(
@@ -131,30 +131,30 @@ def _plan_fast(
     softplus, backend = options
     if recorded or type(softplus) is not bool:
         return None  # it is refused
-    given = check(tensors, softplus, backend)
-    plan, ready = _made(given, softplus, backend)
+    arguments = check(tensors, softplus, backend)
+    plan, ready = _make_plan(arguments, softplus, backend)
     if ready is None or ready.launch is None:
         return plan
-    out = torch.empty_like(given.x)
+    out = torch.empty_like(arguments.x)
     results = [(tuple(out.shape), out.stride(), out.dtype)]
-    return launch_from_c(ready, range(len(given) + 1), results, plan) or plan
+    return launch_from_c(ready, range(len(arguments) + 1), results, plan) or plan
 
 
-def _made(given: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepared | None]:
+def _make_plan(arguments: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepared | None]:
     """The plan of a call, and what it launches, if it does."""
 
     def by_reference(*tensors: Any) -> Tensor:
-        given = Arguments(*tensors)
-        out = torch.empty_like(given.x)
-        return out.copy_(reference.step(*given[:-1], dt_softplus=softplus, indices=given.indices))
+        args = Arguments(*tensors)
+        out = torch.empty_like(args.x)
+        return out.copy_(reference.step(*args[:-1], dt_softplus=softplus, indices=args.indices))
 
-    state = given.state
-    in_torch = backend == "reference" or state.dtype not in COMPILED or given.x.numel() == 0
+    state = arguments.state
+    in_torch = backend == "reference" or state.dtype not in COMPILED or arguments.x.numel() == 0
     if in_torch or not state.is_cuda:
         return by_reference, None
     ordinal = state.device.index
-    addresses = addresses_of([getattr(given, name) for name in _CHUNKED])
-    call = make_kernel_call(given, softplus, addresses)
+    addresses = addresses_of([getattr(arguments, name) for name in _CHUNKED])
+    call = make_kernel_call(arguments, softplus, addresses)
     ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         decision = ready.decision
@@ -165,7 +165,7 @@ def _made(given: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepare
     def launch(*tensors: Any) -> Tensor:
         # In the order of the kernel's pointers, the output last.
         out = empty_like(tensors[1])
-        pointers = [None if each is None else each.data_ptr() for each in tensors]
+        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         if status := start(stream(ordinal), *pointers, out.data_ptr()):
             refuse(status)
         return out
