@@ -30,10 +30,10 @@ def family(name: str) -> Family:
     spec = ROOT / name / "spec.py"
     if not (name.isidentifier() and spec.is_file()):
         raise KeyError(f"no kernel family {name!r}; there are: {', '.join(families())}")
-    found: Family = importlib.import_module(f"{__name__}.{name}.spec").FAMILY
-    if found.name != name:
-        raise ValueError(f"{spec} defines family {found.name!r}; its folder is {name!r}")
-    return found
+    spec_family: Family = importlib.import_module(f"{__name__}.{name}.spec").FAMILY
+    if spec_family.name != name:
+        raise ValueError(f"{spec} defines family {spec_family.name!r}; its folder is {name!r}")
+    return spec_family
 
 
 @cache

@@ -116,7 +116,7 @@ class Space:
         tile = statics[len(kind) :]
         if kind not in self._tested:
             self._tested.add(kind)
-            return any(tile == each for each in self.tiles(kind))
+            return any(tile == listed for listed in self.tiles(kind))
         return tile in self._tiles(kind)
 
     def kind_of(self, statics: Pins) -> Pins | None:

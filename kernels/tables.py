@@ -112,32 +112,32 @@ class Table:
     @property
     def gpus(self) -> tuple[str, ...]:
         """Names of those that something was measured on."""
-        return tuple(dict.fromkeys(each.run.gpu for each in self.measured))
+        return tuple(dict.fromkeys(row.run.gpu for row in self.measured))
 
     def with_newer(
         self, newer: Iterable[Measured], timed: Callable[[str], bool] = lambda _: True
     ) -> Table:
         """The table with further measurements, which replace those of the same problems; but times of variants
         stay, unless ``timed`` says of their names that they were to be timed."""
-        every = {each.place: each for each in self.measured}
-        for each in newer:
-            older = every.get(each.place)
-            every[each.place] = each.over(older, timed) if older else each
+        every = {row.place: row for row in self.measured}
+        for row in newer:
+            older = every.get(row.place)
+            every[row.place] = row.over(older, timed) if older else row
         return replace(self, measured=tuple(sorted(every.values(), key=lambda m: m.place)))
 
     def timed(self) -> dict[str, Tuning]:
         """All times in the form that selection needs, by how the kernels' variants begin."""
         kernels: dict[str, list[Measured]] = {}
-        for each in self.measured:
-            kernels.setdefault(each.kernel, []).append(each)
-        return {head: _tuning(self.arch, found, self.exclusive) for head, found in kernels.items()}
+        for row in self.measured:
+            kernels.setdefault(row.kernel, []).append(row)
+        return {head: _tuning(self.arch, rows, self.exclusive) for head, rows in kernels.items()}
 
     def tunings(self) -> dict[str, Tuning]:
         """The same with the times of few variants that are enough."""
         return {head: _reduced([timed], EQUAL, math.inf)[0] for head, timed in self.timed().items()}
 
     def to_json(self) -> dict[str, Any]:
-        runs = list(dict.fromkeys(json.dumps(asdict(each.run)) for each in self.measured))
+        runs = list(dict.fromkeys(json.dumps(asdict(row.run)) for row in self.measured))
         return {
             "schema": SCHEMA,
             "family": self.family,
@@ -145,17 +145,17 @@ class Table:
             "runs": [json.loads(run) for run in runs],
             "measured": [
                 {
-                    "kernel": each.kernel,
-                    "kind": each.shape.kind,
-                    "problem": each.problem,
-                    "sizes": dict(each.shape.sizes),
-                    "run": runs.index(json.dumps(asdict(each.run))),
+                    "kernel": row.kernel,
+                    "kind": row.shape.kind,
+                    "problem": row.problem,
+                    "sizes": dict(row.shape.sizes),
+                    "run": runs.index(json.dumps(asdict(row.run))),
                     "ms_spread_rounds": {
-                        _short(label, each.shape.kind): [timing.ms, timing.spread, timing.rounds]
-                        for label, timing in each.timings.items()
+                        _short(label, row.shape.kind): [timing.ms, timing.spread, timing.rounds]
+                        for label, timing in row.timings.items()
                     },
                 }
-                for each in self.measured
+                for row in self.measured
             ],
         }
 
@@ -198,7 +198,7 @@ class Table:
         """The file's content: a line for each problem, so that two tables can be compared."""
         document = self.to_json()
         lines = [
-            ",\n".join(f"  {json.dumps(each, ensure_ascii=False)}" for each in document.pop(name))
+            ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in document.pop(name))
             for name in ("runs", "measured")
         ]
         start = json.dumps(document, indent=1).removesuffix("\n}")
@@ -229,21 +229,21 @@ def _long(short: str, kind: str) -> str:
 
 def _tuning(arch: str, measured: Sequence[Measured], exclusive: bool) -> Tuning:
     kinds: dict[str, list[Row]] = {}
-    for each in measured:
-        order = sorted(each.times.items(), key=lambda timed: (timed[1], timed[0]))
-        row = Row(each.shape.sizes, {label: _rounded(ms) for label, ms in order})
-        kinds.setdefault(each.shape.kind, []).append(row)
-    latest = max(measured, key=lambda each: each.run.date)
+    for problem in measured:
+        order = sorted(problem.times.items(), key=lambda timed: (timed[1], timed[0]))
+        row = Row(problem.shape.sizes, {label: _rounded(ms) for label, ms in order})
+        kinds.setdefault(problem.shape.kind, []).append(row)
+    latest = max(measured, key=lambda problem: problem.run.date)
     rows = dict(sorted(kinds.items()))
     return Tuning.of(arch, latest.run.gpu, latest.run.date, rows, exclusive)
 
 
 def _reduced(timed: Sequence[Tuning], within: float, worth: float) -> list[Tuning]:
     """Of the GPUs of one architecture, with the times of few variants that are enough for all of them."""
-    kinds = dict.fromkeys(kind for each in timed for kind in each.kinds)
-    rows = {kind: [row.times for each in timed for row in each.rows(kind)] for kind in kinds}
+    kinds = dict.fromkeys(kind for tuning in timed for kind in tuning.kinds)
+    rows = {kind: [row.times for tuning in timed for row in tuning.rows(kind)] for kind in kinds}
     kept = {kind: few(problems, within, worth) for kind, problems in rows.items()}
-    return [each.only({kind: kept[kind] for kind in each.kinds}) for each in timed]
+    return [tuning.only({kind: kept[kind] for kind in tuning.kinds}) for tuning in timed]
 
 
 def _rounded(ms: float) -> float:
@@ -261,8 +261,8 @@ def tables(folder: Path, kernel: str | None = None) -> tuple[Table, ...]:
 @cache
 def timed(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     """All times in a family's folder of one kernel, given by how its variants begin; wheels have none."""
-    found = (table.timed()[kernel] for table in tables(folder, kernel) if table.measured)
-    return tuple(replace(each, model=_model(folder, each, kernel)) for each in found)
+    tunings = (table.timed()[kernel] for table in tables(folder, kernel) if table.measured)
+    return tuple(replace(tuning, model=_model(folder, tuning, kernel)) for tuning in tunings)
 
 
 @cache
@@ -273,9 +273,9 @@ def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     if left.is_file():
         return tuple(map(Tuning.from_json, json.loads(left.read_text(encoding="utf-8"))))
     archs: dict[str, list[Tuning]] = {}
-    for each in timed(folder, kernel):
-        archs.setdefault(each.arch, []).append(each)
-    return tuple(each for found in archs.values() for each in _reduced(found, ENOUGH, WORTH))
+    for tuning in timed(folder, kernel):
+        archs.setdefault(tuning.arch, []).append(tuning)
+    return tuple(t for of_arch in archs.values() for t in _reduced(of_arch, ENOUGH, WORTH))
 
 
 def models_file(folder: Path, arch: str) -> Path:
@@ -288,10 +288,10 @@ def _model(folder: Path, tuning: Tuning, kernel: str) -> Model:
     file = models_file(folder, tuning.arch)
     if not file.is_file():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if tuning.gpu not in found["gpus"] or kernel not in found["kernels"]:
+    models = json.loads(file.read_text(encoding="utf-8"))
+    if tuning.gpu not in models["gpus"] or kernel not in models["kernels"]:
         return {}
-    return {"gpu": found["gpus"][tuning.gpu], **found["kernels"][kernel]}
+    return {"gpu": models["gpus"][tuning.gpu], **models["kernels"][kernel]}
 
 
 def leave_reduced(folder: Path, kernel: str, tunings: Iterable[Tuning]) -> None:

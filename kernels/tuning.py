@@ -96,7 +96,7 @@ class Tuning:
         exclusive: bool = False,
     ) -> Tuning:
         """Made of rows by their kind."""
-        every = [row for each in rows.values() for row in each]
+        every = [row for of_kind in rows.values() for row in of_kind]
         names = list(dict.fromkeys(name for row in every for name in row.sizes))
         labels = list(dict.fromkeys(label for row in every for label in row.times))
         number = {label: n for n, label in enumerate(labels)}
@@ -106,11 +106,11 @@ class Tuning:
                     [row.sizes.get(name) for name in names],
                     [[number[label], ms] for label, ms in row.times.items()],
                 ]
-                for row in each
+                for row in of_kind
             ]
-            for kind, each in rows.items()
+            for kind, of_kind in rows.items()
         }
-        kinds = {kind: json.dumps(each, separators=(",", ":")) for kind, each in listed.items()}
+        kinds = {kind: json.dumps(text, separators=(",", ":")) for kind, text in listed.items()}
         return cls(arch, gpu, date, names, labels, kinds, exclusive)
 
     def only(self, labels: Mapping[str, Collection[str]]) -> Tuning:
@@ -118,11 +118,11 @@ class Tuning:
         left out, and other kinds."""
         rows: dict[str, list[Row]] = {}
         for kind, kept in labels.items():
-            found = (
+            kept_rows = (
                 Row(row.sizes, {k: t for k, t in row.times.items() if k in kept})
                 for row in self.rows(kind)
             )
-            if named := [row for row in found if row.times]:
+            if named := [row for row in kept_rows if row.times]:
                 rows[kind] = named
         fewer = Tuning.of(self.arch, self.gpu, self.date, rows, self.exclusive)
         return replace(fewer, model=self.model)
@@ -198,24 +198,24 @@ class Tuning:
         """What ``asdict`` gave; ``ValueError`` for anything else. Rows are read when they are asked for,
         and raise it then."""
         try:
-            found = cls(**record)
-            capability_of(found.arch)
+            tuning = cls(**record)
+            capability_of(tuning.arch)
             if not (
-                isinstance(found.kinds, Mapping)
-                and all(isinstance(rows, str) for rows in found.kinds.values())
-                and isinstance(found.names, list)
-                and all(isinstance(each, str) for each in (*found.names, *found.labels))
-                and isinstance(found.gpu, str)
-                and isinstance(found.date, str)
-                and isinstance(found.exclusive, bool)
-                and isinstance(found.model, Mapping)
-                and all(isinstance(each, Mapping) for each in found.model.values())
-                and (not found.model or found.sm_count > 0)
+                isinstance(tuning.kinds, Mapping)
+                and all(isinstance(rows, str) for rows in tuning.kinds.values())
+                and isinstance(tuning.names, list)
+                and all(isinstance(word, str) for word in (*tuning.names, *tuning.labels))
+                and isinstance(tuning.gpu, str)
+                and isinstance(tuning.date, str)
+                and isinstance(tuning.exclusive, bool)
+                and isinstance(tuning.model, Mapping)
+                and all(isinstance(model, Mapping) for model in tuning.model.values())
+                and (not tuning.model or tuning.sm_count > 0)
             ):
                 raise TypeError("a field of another type")
         except (KeyError, TypeError) as error:
             raise ValueError(f"{record!r} is not a kernel's tuning") from error
-        return found
+        return tuning
 
 
 def few(problems: Sequence[Mapping[str, float]], within: float, worth: float) -> set[str]:
@@ -249,12 +249,12 @@ def fewest(problems: Sequence[Mapping[str, float]], within: float) -> tuple[str,
 
 
 def worthwhile(
-    problems: Sequence[Mapping[str, float]], held: Collection[str], worth: float
+    problems: Sequence[Mapping[str, float]], shipped: Collection[str], worth: float
 ) -> set[str]:
     """What is ``held``, and labels that are worth a place beside it: greedily, the label that gains most, while it
     gains at least ``worth``. What a label gains is the logarithm of how many times faster it makes a problem,
     milliseconds by label, than what there is, summed over problems; more than 1 where there is nothing."""
-    kept = set(held)
+    kept = set(shipped)
     while True:
         gains = defaultdict[str, float](float)
         for times in problems:
@@ -290,9 +290,9 @@ def arch_distance(tuning: Tuning, capability: tuple[int, int]) -> tuple[bool, bo
     return tuning.capability[0] != capability[0], number > there, abs(number - there)
 
 
-def nearest_arch(found: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
+def nearest_arch(tunings: Iterable[Tuning], capability: tuple[int, int]) -> Tuning | None:
     """The tuning whose GPU has the nearest architecture, whatever the GPU's name."""
-    general = (tuning for tuning in found if not tuning.exclusive)
+    general = (tuning for tuning in tunings if not tuning.exclusive)
     return min(general, key=lambda tuning: arch_distance(tuning, capability), default=None)
 
 

@@ -152,9 +152,9 @@ class Trial:
         if direction == "backward":
             tensors["final_state_grad"] = _copy(self.inputs["final_state_grad"])
         for name in STRIDED[direction]:
-            given = self.inputs.get(name)
+            drawn = self.inputs.get(name)
             blank = torch.full_like(_there(self.inputs["x"]), torch.nan)
-            tensors[name] = _placed(blank if given is None else given, layout, aligned)
+            tensors[name] = _placed(blank if drawn is None else drawn, layout, aligned)
         narrow = getattr(torch, self.dtype)
         expected = {
             name: self.expected[name] for name in OUTPUTS[direction] if name in self.expected
@@ -196,8 +196,8 @@ class Trial:
             channels=channels,
             time=time,
             width=self.setting.width,
-            strides=tuple(Strides(*each.stride()) for each in placed),
-            alignment=min(16, *(each.data_ptr() & -each.data_ptr() for each in placed)),
+            strides=tuple(Strides(*tensor.stride()) for tensor in placed),
+            alignment=min(16, *(tensor.data_ptr() & -tensor.data_ptr() for tensor in placed)),
             sequences=self.setting.sequences,
             indexed=self.setting.indexed,
             silu=self.setting.silu,
@@ -301,8 +301,8 @@ def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
     if aligned:
         placed = ordered.clone(memory_format=torch.contiguous_format)
     else:
-        room = ordered.new_full((*ordered.shape[:2], ordered.shape[2] + _GAP + 1), torch.nan)
-        placed = room[..., 1 : 1 + ordered.shape[2]].copy_(ordered)
+        memory = ordered.new_full((*ordered.shape[:2], ordered.shape[2] + _GAP + 1), torch.nan)
+        placed = memory[..., 1 : 1 + ordered.shape[2]].copy_(ordered)
     return placed if layout == "time_last" else placed.transpose(1, 2)
 
 
@@ -318,7 +318,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
 
     of_state = setting.sequences or batch, channels, width - 1
     weights = torch.float32 if setting.wide else narrow
-    given: dict[str, Tensor | None] = {
+    inputs: dict[str, Tensor | None] = {
         "x": new(*shape),
         "weight": (torch.randn(channels, width) * width**-0.5).to(weights),
         "bias": torch.randn(channels).to(weights) if setting.bias else None,
@@ -330,7 +330,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     }
     wide = {
         name: t.double() if t is not None and t.is_floating_point() else t
-        for name, t in given.items()
+        for name, t in inputs.items()
     }
     runs = reference.Runs(wide["seq_idx"], wide["cu_seqlens"])
     filters = _there(wide["weight"]), wide["bias"], wide["initial_state"]
@@ -349,7 +349,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: None if t is None else t.to(device) for name, t in inputs.items()},
         {name: t.contiguous().to(device) for name, t in expected.items()},
     )
 

@@ -127,10 +127,10 @@ class ConvProblem:
             return False
         phases = {
             tuple(
-                getattr(each, dimension) % elements if sizes[dimension] > 1 else 0
+                getattr(strides, dimension) % elements if sizes[dimension] > 1 else 0
                 for dimension in outside
             )
-            for each in self.strides
+            for strides in self.strides
         }
         if self.layout == "time_last":
             return len(phases) == 1
@@ -141,17 +141,15 @@ class ConvProblem:
         if self.layout == "channel_last":
             return self._cut_columns(vector)
         # Rows that do not start at a boundary may have parts of two chunks more.
-        whole = all(
-            each.batch % vector == 0 and each.channel % vector == 0 for each in self.strides
-        )
+        whole = all(own.batch % vector == 0 and own.channel % vector == 0 for own in self.strides)
         chunks = ceil_div(self.time + (0 if whole else vector - 1), vector)
         rows, bits = self.batch * self.channels, _lane_bits(chunks)
         if vector == 1:
             bits = max(bits, _LEAST_BITS)
-        each = ceil_div(chunks, 1 << bits)
-        wanted = max(1, min(_MOST_CHUNKS, (rows * each << bits) // _ENOUGH[self.layout]))
-        pieces = ceil_div(each, wanted)
-        steps = ceil_div(each, pieces)
+        chunks_of_lane = ceil_div(chunks, 1 << bits)
+        wanted = max(1, min(_MOST_CHUNKS, (rows * chunks_of_lane << bits) // _ENOUGH[self.layout]))
+        pieces = ceil_div(chunks_of_lane, wanted)
+        steps = ceil_div(chunks_of_lane, pieces)
         return Cut(bits, steps, pieces, ceil_div(rows * pieces << bits, _THREADS))
 
     def _cut_columns(self, vector: int) -> Cut:

@@ -37,15 +37,15 @@ def _reach(seq_idx: Tensor, width: int) -> Tensor:
     """How many steps before each one belong to its run, (B, L); ``width`` stands for as many and more. What precedes all
     steps belongs to the first run."""
     same = seq_idx[:, 1:] == seq_idx[:, :-1]
-    found = torch.full_like(seq_idx, width)
+    reach = torch.full_like(seq_idx, width)
     linked = torch.ones_like(seq_idx, dtype=torch.bool)
     for j in range(1, width):
         # Whether the steps t-j+1 and t-j are of one run, and all links after that one.
         link = functional.pad(same, (1, 0), value=True)
         link = functional.pad(link, (j - 1, 0), value=True)[:, : seq_idx.shape[1]]
-        found = torch.where(linked & ~link, found.new_full((), j - 1), found)
+        reach = torch.where(linked & ~link, reach.new_full((), j - 1), reach)
         linked = linked & link
-    return found
+    return reach
 
 
 class _Taps:
@@ -121,8 +121,8 @@ def forward(
 ) -> tuple[Tensor, Tensor | None]:
     """y, and if it is wanted the final state, in the dtype of x."""
     compute = compute_dtype(x.dtype)
-    given = x.to(compute), _wide(state, compute)
-    taps = _Taps(*given, weight.shape[1], runs)
+    inputs = x.to(compute), _wide(state, compute)
+    taps = _Taps(*inputs, weight.shape[1], runs)
     pre = _convolved(taps, weight.to(compute), _wide(bias, compute))
     y = _silenced(taps, functional.silu(pre) if silu else pre).to(x.dtype)
     return y, final_state(taps).to(x.dtype) if final else None
@@ -156,8 +156,8 @@ def final_state(taps: _Taps) -> Tensor:
         before = taps.state[sequences, :, slot].transpose(1, 2)
     if taps.time == 0:
         return before.clone()
-    found = taps.x[0][:, step].transpose(0, 1)
-    return torch.where(inside.unsqueeze(1), found, before)
+    last_inputs = taps.x[0][:, step].transpose(0, 1)
+    return torch.where(inside.unsqueeze(1), last_inputs, before)
 
 
 class Gradients(NamedTuple):
@@ -182,8 +182,8 @@ def backward(
     """The gradients of ``forward``."""
     compute = compute_dtype(x.dtype)
     width, weight = weight.shape[1], weight.to(compute)
-    given = x.to(compute), _wide(state, compute)
-    taps = _Taps(*given, width, runs)
+    inputs = x.to(compute), _wide(state, compute)
+    taps = _Taps(*inputs, width, runs)
     g, last = y_grad.to(compute), _wide(final_grad, compute)
     if silu:
         pre = _convolved(taps, weight, _wide(bias, compute))
@@ -246,14 +246,14 @@ def _packed_back(
     if last is not None:
         if time:
             slot = count - (length[taps.number] - taps.place)
-            found = last[taps.number, :, slot.clamp(0, count - 1)].transpose(0, 1)
-            x_grad = x_grad + torch.where(slot >= 0, found, torch.zeros_like(found))
+            arriving = last[taps.number, :, slot.clamp(0, count - 1)].transpose(0, 1)
+            x_grad = x_grad + torch.where(slot >= 0, arriving, torch.zeros_like(arriving))
         slots = torch.arange(count, device=g.device)
         kept = slots - length.unsqueeze(1)
         index = kept.clamp(0, count - 1).unsqueeze(1).expand(-1, taps.channels, -1)
-        found = last.gather(2, index)
+        arriving = last.gather(2, index)
         state_grad = state_grad + torch.where(
-            (kept >= 0).unsqueeze(1), found, torch.zeros_like(found)
+            (kept >= 0).unsqueeze(1), arriving, torch.zeros_like(arriving)
         )
     return x_grad, state_grad
 
@@ -273,23 +273,23 @@ def update(
     rows = torch.arange(batch, device=device) if indices is None else indices.long()
     there = (rows >= 0) & (rows < state.shape[0])
     rows = rows.clamp(0, state.shape[0] - 1)
-    held = state[rows]
+    states = state[rows]
     ages = torch.arange(1 - width, 0, device=device)
-    first = held.new_full((batch,), length, dtype=torch.long)
+    first = states.new_full((batch,), length, dtype=torch.long)
     if positions is not None:
         first = positions.long()
     at = (first.unsqueeze(1) + ages).remainder(length).unsqueeze(1).expand(-1, channels, -1)
-    taps = _Taps(x.to(compute), held.gather(2, at).to(compute), width, Runs())
+    taps = _Taps(x.to(compute), states.gather(2, at).to(compute), width, Runs())
     pre = _convolved(taps, weight.to(compute), _wide(bias, compute))
     y = (functional.silu(pre) if silu else pre).to(x.dtype)
     y = torch.where(there.view(-1, 1, 1), y, torch.zeros_like(y))
     kept = min(time, length)
     if positions is None:
-        new = torch.cat([held, x], 2)[..., time:]
+        new = torch.cat([states, x], 2)[..., time:]
     else:
         steps = torch.arange(time - kept, time, device=device)
         at = (first.unsqueeze(1) + steps).remainder(length).unsqueeze(1).expand(-1, channels, -1)
-        new = held.scatter(2, at, x[..., time - kept :])
+        new = states.scatter(2, at, x[..., time - kept :])
     if indices is None:
         state.copy_(new)
     else:

@@ -7,7 +7,7 @@ takes all, of one element a lane. The width, a run-time argument, says how many 
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 
 from scan_registry.kernels.causal_conv1d.problem import (
@@ -72,7 +72,7 @@ def _signature(pointers: tuple[str, ...], integers: tuple[str, ...]) -> tuple[Pa
 
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature of both kernels of one direction."""
-    strides = tuple(f"{name}_{each}" for name, each in product(STRIDED[direction], _DIMENSIONS))
+    strides = tuple(f"{name}_{axis}" for name, axis in product(STRIDED[direction], _DIMENSIONS))
     sizes = ("batches", "channels", "time", "width", "sequences")
     return _signature(
         _POINTERS[direction], (*sizes, *strides, "lane_bits", "steps", "pieces", "flags")
@@ -145,8 +145,8 @@ def _cost(variant: Variant, problem: ConvProblem) -> float:
 
 
 def _launch(layout: Layout, variant: Variant, problem: ConvProblem, sm_count: int) -> Launch:
-    found = cut(variant, problem)
-    return Launch((found.ctas, 1, 1), problem.scalars(found))
+    pieces_of = cut(variant, problem)
+    return Launch((pieces_of.ctas, 1, 1), problem.scalars(pieces_of))
 
 
 #: Room for 4 taps where memory is read at its rate; wider filters are rare.
@@ -301,7 +301,7 @@ FAMILY = Family(
         _UPDATE,
     ),
     samples=(
-        *(_sample(*each) for each in product(LAYOUTS, DIRECTIONS, DTYPES, ("aligned", "generic"))),
+        *starmap(_sample, product(LAYOUTS, DIRECTIONS, DTYPES, ("aligned", "generic"))),
         *_other_samples(),
     ),
     on_cpu=True,

@@ -106,15 +106,15 @@ class Case:
 
     def errors(self) -> dict[str, float]:
         """Of each output. States are steps of a sequence, and may be few of them."""
-        found = {}
+        errors = {}
         for name, expected in self.expected.items():
             out = self.tensors[name]
             assert out is not None
             if name == "parameters_grad":
                 out = out.double().sum(0)
             among = self.expected.get(_SEQUENCE_OF.get(name, ""))
-            found[name] = relative_error(out, expected, among, self.terms.get(name))
-        return found
+            errors[name] = relative_error(out, expected, among, self.terms.get(name))
+        return errors
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class Trial:
         out = torch.full_like(like, torch.nan, dtype=torch.float32)
         offsets = self.inputs["offsets"]
         if offsets is not None:
-            given, empty = self.inputs[_ENTERING[name]], offsets.diff() == 0
-            out[..., empty] = 0 if given is None else given[..., empty]
+            entering, empty = self.inputs[_ENTERING[name]], offsets.diff() == 0
+            out[..., empty] = 0 if entering is None else entering[..., empty]
         return out
 
 
@@ -226,17 +226,17 @@ def _placed(name: str, tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
         return tensor
     gaps = {"states": 5, "states_grad": 9} | dict.fromkeys(_INPUT_GRADS, 7)
     turned = layout == "channel_last"
-    found = _with_gaps(
+    copy = _with_gaps(
         tensor.transpose(1, 2) if turned else tensor, 0 if aligned else gaps.get(name, 3)
     )
-    return found.transpose(1, 2) if turned else found
+    return copy.transpose(1, 2) if turned else copy
 
 
 def _with_gaps(tensor: Tensor, gap: int) -> Tensor:
     """A copy with gaps between its rows, and one before the first."""
     *rows, length = tensor.shape
-    room = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
-    flat = room[1:] if gap else room[:-1]
+    memory = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
+    flat = memory[1:] if gap else memory[:-1]
     return flat.view(*rows, length + gap)[..., :length].copy_(tensor)
 
 
@@ -260,7 +260,7 @@ def draw(
     parameters = [
         torch.rand(channels) * (0.9 if n == "lower_bound" else 2) for n in kind.parameters
     ]
-    given: dict[str, Tensor | None] = {
+    inputs: dict[str, Tensor | None] = {
         **dict(zip(_INPUTS, sequences.values(), strict=False)),
         "parameters": torch.stack(parameters) if parameters else None,
         "reset": torch.rand(batch, time) < 0.1 if setting.resets else None,
@@ -269,17 +269,17 @@ def draw(
         "final_state_grad": final_grad,
         "offsets": offsets,
     }
-    expected, terms = solved(kind, given, setting.reverse)
+    expected, terms = solved(kind, inputs, setting.reverse)
     if not setting.states:
         expected.pop("initial_state_grad")
     # The backward pass gets the states as they were rounded.
-    given["states"] = expected["states"].to(narrow)
+    inputs["states"] = expected["states"].to(narrow)
     return Trial(
         shape,
         kind_name,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: None if t is None else t.to(device) for name, t in inputs.items()},
         {name: t.to(device) for name, t in expected.items()},
         {name: t.to(device) for name, t in terms.items()},
     )
@@ -303,13 +303,13 @@ def _offsets(time: int) -> Tensor:
 
 
 def solved(
-    kind: Kind, given: dict[str, Tensor | None], reverse: bool
+    kind: Kind, inputs: dict[str, Tensor | None], reverse: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Every output of both directions in float64, by the kernels' pointer names; and for each gradient of an input or a
     parameter the root sum square of the terms that it sums. The initial state's gradient is returned even without an
     initial state."""
-    sequences = [t.double() for n in _INPUTS if (t := given.get(n)) is not None]
-    parameters, reset = given["parameters"], given["reset"]
+    sequences = [t.double() for n in _INPUTS if (t := inputs.get(n)) is not None]
+    parameters, reset = inputs["parameters"], inputs["reset"]
     # A parameter's copy for each step has the terms of the parameter's gradient.
     of_channels = [] if parameters is None else [*parameters.double().unbind()]
     of_steps = [p[:, None].expand_as(sequences[0]).clone() for p in of_channels]
@@ -317,12 +317,13 @@ def solved(
     with torch.enable_grad():
         gate, token = kind.gates(*leaves, reset=None if reset is None else reset[:, None])
         gate, token = torch.broadcast_tensors(gate, token)
-    scan = Scan.of(given, reverse)
+    scan = Scan.of(inputs, reverse)
     gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
-    states, final_state, before = scan.forward(gates, token.detach(), given["initial_state"])
-    states_grad = given["states_grad"]
+    states, final_state, before = scan.forward(gates, token.detach(), inputs["initial_state"])
+    states_grad = inputs["states_grad"]
     assert states_grad is not None
-    token_grad, initial_grad = scan.backward(gates, states_grad.double(), given["final_state_grad"])
+    final_grad = inputs["final_state_grad"]
+    token_grad, initial_grad = scan.backward(gates, states_grad.double(), final_grad)
     gate_grad = token_grad * before
     if reset is not None:
         gate_grad = gate_grad.masked_fill(reset[:, None], 0)
@@ -367,8 +368,8 @@ class Scan:
     reverse: bool
 
     @classmethod
-    def of(cls, given: dict[str, Tensor | None], reverse: bool) -> Scan:
-        offsets, like = given["offsets"], given["input0"]
+    def of(cls, inputs: dict[str, Tensor | None], reverse: bool) -> Scan:
+        offsets, like = inputs["offsets"], inputs["input0"]
         assert like is not None
         bounds = torch.tensor([0, like.shape[-1]]) if offsets is None else offsets
         numbers = (bounds.diff() > 0).nonzero().squeeze(1)

@@ -134,12 +134,12 @@ def _static_shared(variant: Variant) -> int:
     a thread. If several CTAs share a column: the maps of ``aggregate_lead`` + 1 tiles and of the whole tile, the states that
     enter two tiles, and a sum."""
     tile, vector = dict(variant.statics), variant.number("vector")
-    held = 32 * variant.number("warps") * vector
+    channels = 32 * variant.number("warps") * vector
     map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
     if "aggregate_lead" not in tile:
-        return held * (2 * map_bytes + 4)
-    groups = held + variant.number("lanes_across") * vector
-    return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * held
+        return channels * (2 * map_bytes + 4)
+    groups = channels + variant.number("lanes_across") * vector
+    return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * channels
 
 
 def _serves(direction: Direction, statics: Pins, target: Target) -> bool:

@@ -106,10 +106,10 @@ def backward(
             gate_grad[t].copy_(walk.unless_reset(t, adjoint[t] * earlier))
             carried = walk.unless_reset(t, gate[t] * adjoint[t])
         end.copy_(carried)
-    made = [x for x in (gates, tokens) if x.requires_grad]
+    computed = [x for x in (gates, tokens) if x.requires_grad]
     theirs = [g for x, g in ((gates, gates_grad), (tokens, adjoints)) if x.requires_grad]
-    found = torch.autograd.grad(made, leaves, theirs, materialize_grads=True)
-    return tuple(found[:count]), tuple(found[count:]), walk.as_state(ends)
+    gradients = torch.autograd.grad(computed, leaves, theirs, materialize_grads=True)
+    return tuple(gradients[:count]), tuple(gradients[count:]), walk.as_state(ends)
 
 
 class _Walk:
@@ -124,16 +124,16 @@ class _Walk:
         ends = [0, like.shape[self.dim]] if cu_seqlens is None else cu_seqlens.tolist()
         self._bounds = list(pairwise(ends))
 
-    def states(self, given: Tensor | None) -> Tensor:
+    def states(self, state: Tensor | None) -> Tensor:
         """A copy of the states before, or after, each sequence; zeros if none are given. ``dim`` counts sequences."""
         shape = [*self._like.shape]
         shape[self.dim] = len(self._bounds)
-        made = torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
-        if given is None:
-            return made
+        copy = torch.zeros(shape, dtype=self._like.dtype, device=self._like.device)
+        if state is None:
+            return copy
         if self._packed:
-            return made.copy_(given)
-        return made.copy_(given.expand(self.as_state(made).shape).unsqueeze(self.dim))
+            return copy.copy_(state)
+        return copy.copy_(state.expand(self.as_state(copy).shape).unsqueeze(self.dim))
 
     def as_state(self, states: Tensor) -> Tensor:
         """As users have them."""

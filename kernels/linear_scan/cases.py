@@ -202,8 +202,8 @@ class Trial:
         }
         for name, value in expected.items():
             if direction != "reduction":
-                room = "state" if sums and name == "gates_grad" else name
-                tensors[name] = self._poison(room, value, layout, aligned)
+                like = "state" if sums and name == "gates_grad" else name
+                tensors[name] = self._poison(like, value, layout, aligned)
         sequences = {n: t for n, t in tensors.items() if t is not None and n in _SEQUENCES}
         if sums:
             del sequences["gates_grad"]
@@ -274,9 +274,9 @@ class Trial:
         )
         offsets = self.inputs["offsets"]
         if source and offsets is not None:
-            given = self.inputs[source]
+            entering = self.inputs[source]
             empty = offsets.diff() == 0
-            out[..., empty] = 0 if given is None else given[..., empty]
+            out[..., empty] = 0 if entering is None else entering[..., empty]
         return out
 
 
@@ -398,8 +398,8 @@ def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
     moved = tensor.permute(order)
     gap = 0 if aligned else 3
     *rows, length = moved.shape
-    room = torch.empty(
+    memory = torch.empty(
         [moved.numel() // length * (length + gap) + 1], dtype=tensor.dtype, device=tensor.device
     )
-    flat = room[:-1] if aligned else room[1:]
+    flat = memory[:-1] if aligned else memory[1:]
     return flat.view(*rows, length + gap)[..., :length].copy_(moved).permute(order)

@@ -34,14 +34,14 @@ def usual(direction: Direction, dtype: str, access: str) -> Tile:
 def tiles(dtype: str, access: str) -> list[Tile]:
     """What tuning may choose from: one group to a warp, or several that share it."""
     if access == "generic":
-        return [_tile(*each, 2) for each in product((4, 8), (16, 32), (1,), (4, 8))]
+        return [_tile(*statics, 2) for statics in product((4, 8), (16, 32), (1,), (4, 8))]
     vectors = (1,) if ITEM_SIZE[dtype] == 8 else (2, 4)
     steps = (2, 4) if dtype == "complex64" else (4, 8)
-    found = product((4, 8), (16, 32, 64), vectors, steps, (3, 4, 5, 6))
+    choices = product((4, 8), (16, 32, 64), vectors, steps, (3, 4, 5, 6))
     return [
-        _tile(*each)
-        for each in found
-        if each[1] <= 32 * each[2] and _groups(*each[:3]) <= _MOST_GROUPS
+        _tile(*statics)
+        for statics in choices
+        if statics[1] <= 32 * statics[2] and _groups(*statics[:3]) <= _MOST_GROUPS
     ]
 
 

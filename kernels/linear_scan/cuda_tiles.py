@@ -49,14 +49,14 @@ def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """A tile for many channels, whose columns are scanned serially in time, and one for few, which are cut into
     segments."""
-    each = ITEM_SIZE[dtype]
+    item = ITEM_SIZE[dtype]
     warps = 8 if access == "aligned" else 4  # misaligned rows take more registers
-    serial = {"warps": warps, "lanes_across": 32} if each < 8 else {"warps": 4, "lanes_across": 16}
-    ring = {"steps": 8, "stages": 3} if each < 8 else {"steps": 16, "stages": 2}
+    serial = {"warps": warps, "lanes_across": 32} if item < 8 else {"warps": 4, "lanes_across": 16}
+    ring = {"steps": 8, "stages": 3} if item < 8 else {"steps": 16, "stages": 2}
     serial |= {"vector": 1 if access == "aligned" else 2, **ring}
     yield from rings.resident(direction, dtype, serial, 2, access)
-    if access == "aligned" and each < 8:  # generic variants take few channels of 8 bytes
-        cut = {"warps": 4, "lanes": max(2, each // 2), "vector": 16 // each, "steps": 4}
+    if access == "aligned" and item < 8:  # generic variants take few channels of 8 bytes
+        cut = {"warps": 4, "lanes": max(2, item // 2), "vector": 16 // item, "steps": 4}
         yield from rings.resident(direction, dtype, cut | {"stages": 3, "prefix_lead": 1}, 1)
 
 

@@ -73,6 +73,6 @@ def channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
     columns = problem.outer * problem.batch * ceil_div(problem.channels, channels)
     tiles = ceil_div(problem.time, times)
     compensated = 2 if ITEM_SIZE[problem.dtype] >= 4 else 1
-    each = compensated * ITEM_SIZE[state_dtype(problem.dtype)] // 4
-    words = min(tiles - 1, 2) * columns * channels * each
+    words_of_map = compensated * ITEM_SIZE[state_dtype(problem.dtype)] // 4
+    words = min(tiles - 1, 2) * columns * channels * words_of_map
     return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)

@@ -84,15 +84,15 @@ def time_last(direction: Direction, dtype: str) -> Iterator[Tile]:
 def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """Columns whose rows have 32 to 512 bytes. For few channels, columns with 16 bytes for each lane, which are cut
     into segments."""
-    each = ITEM_SIZE[dtype]
+    item = ITEM_SIZE[dtype]
     usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
     for warps, (lanes_across, vector), (steps, stages) in (
-        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if each < 8 else ((16, 1),), usual),
-        *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(each, ())),
+        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if item < 8 else ((16, 1),), usual),
+        *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(item, ())),
         # Narrow columns are for problems that have one CTA for each SM.
-        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if each < 8 else ()),
+        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if item < 8 else ()),
     ):
-        narrow = lanes_across == 16 and each < 8
+        narrow = lanes_across == 16 and item < 8
         if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
             continue  # at least 3% slower than another tile on every tuned problem
         tile = _column(warps, vector, steps, stages, lanes_across)
@@ -104,10 +104,10 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
             direction, dtype
         )
         return
-    if each < 8:
+    if item < 8:
         for warps, steps, stages in _WIDE:
             yield from resident(direction, dtype, _column(warps, 4, steps, stages), 2)
-    if each == 2:
+    if item == 2:
         # One CTA to an SM, which then has more registers than two would have.
         yield from resident(direction, dtype, _column(4, 2, 12, 3), 1)
         yield from _multi_cta_columns(direction, dtype)
@@ -117,10 +117,10 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
 
 def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Few channels, cut into segments that many CTAs share."""
-    each = ITEM_SIZE[dtype]
-    vector = 16 // each
+    item = ITEM_SIZE[dtype]
+    vector = 16 // item
     widths = [(8, 8, 4), (8, 8, 8), (8, 16, 4), (8, 16, 6), (8, 16, 8)]
-    if each < 8:
+    if item < 8:
         widths += [(4, 32, 8), (8, 32, 6), (8, 32, 8)]
     for warps, scans, steps in widths:
         for stages, lead in _CUT_STEPS[steps]:
@@ -162,9 +162,9 @@ def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 def _single_wave_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Few columns that many CTAs read at once."""
-    each = ITEM_SIZE[dtype]
-    for warps, steps, stages in _SINGLE_WAVE.get((each, direction), ()):
-        tile = {**_column(warps, 4 // each, steps, stages), "single_wave": 1}
+    item = ITEM_SIZE[dtype]
+    for warps, steps, stages in _SINGLE_WAVE.get((item, direction), ()):
+        tile = {**_column(warps, 4 // item, steps, stages), "single_wave": 1}
         yield from resident(direction, dtype, tile, 1)
 
 
@@ -173,10 +173,10 @@ def resident(
 ) -> Iterator[Tile]:
     """The tile with the number of CTAs that an SM has room for, at most ``most``; of those
     that leave it neither idle nor crowded."""
-    each = shared(direction, dtype, access, tile) + _static_shared(dtype, tile)
+    shared_bytes = shared(direction, dtype, access, tile) + _static_shared(dtype, tile)
     threads = 32 * warps(tile)
-    blocks = min((_ALONE if most == 1 else _SHARED) // each, 2048 // threads, most)
-    if threads <= 1024 and blocks * threads >= 128 and blocks * each >= 48_000:
+    blocks = min((_ALONE if most == 1 else _SHARED) // shared_bytes, 2048 // threads, most)
+    if threads <= 1024 and blocks * threads >= 128 and blocks * shared_bytes >= 48_000:
         yield {**tile, "blocks": blocks}
 
 
@@ -228,8 +228,8 @@ def column_shared(dtype: str, tile: Tile) -> int:
     """Static shared memory of a CTA with a column of its own, in bytes: for each channel of a thread two maps and a sum."""
     if "lanes_across" not in tile:
         return 0
-    held, state = 32 * int(tile["warps"]) * int(tile["vector"]), max(4, ITEM_SIZE[dtype])
-    return held * (2 * (8 if ITEM_SIZE[dtype] < 4 else 3 * state) + state)
+    channels, state = 32 * int(tile["warps"]) * int(tile["vector"]), max(4, ITEM_SIZE[dtype])
+    return channels * (2 * (8 if ITEM_SIZE[dtype] < 4 else 3 * state) + state)
 
 
 def tile_warps(tile: Tile) -> int:

@@ -55,7 +55,7 @@ def routes(problem: LinearScanProblem) -> tuple[Route, ...]:
         or problem.time < LEAST_TIME
     ):
         return ()
-    return tuple(each for each in _routes(problem) if each.bytes <= MOST_BYTES)
+    return tuple(route for route in _routes(problem) if route.bytes <= MOST_BYTES)
 
 
 def _routes(problem: LinearScanProblem) -> Iterator[Route]:
@@ -126,10 +126,10 @@ def _rows(problem: LinearScanProblem) -> Route:
     strides = (*(dense,) * (len(STRIDED[direction]) - 1), problem.strides_of("state"))
     posed = replace(problem, layout="time_last", strides=strides, alignment=16)
     inputs = ("gates", *_FULL[direction])
-    found = _route("rows", problem, posed, inputs, _RESULTS[direction])
-    transposed = len(inputs) * found.elements // (len(inputs) + len(_RESULTS[direction]))
-    elements = found.elements + (_TRANSPOSED - 1) * transposed
-    return replace(found, elements=elements, bytes=found.bytes // problem.time * pitch)
+    route = _route("rows", problem, posed, inputs, _RESULTS[direction])
+    transposed = len(inputs) * route.elements // (len(inputs) + len(_RESULTS[direction]))
+    elements = route.elements + (_TRANSPOSED - 1) * transposed
+    return replace(route, elements=elements, bytes=route.bytes // problem.time * pitch)
 
 
 def _route(
@@ -156,8 +156,8 @@ def _route(
         inputs=inputs,
         outputs=outputs,
         launches=len(inputs) + len(outputs),
-        elements=sum(rows[each] for each in copied) * problem.channels,
-        bytes=sum(rows[each] * items.get(each, item) for each in copied) * posed.channels,
+        elements=sum(rows[name] for name in copied) * problem.channels,
+        bytes=sum(rows[name] * items.get(name, item) for name in copied) * posed.channels,
     )
 
 

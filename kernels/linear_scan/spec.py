@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache, partial
-from itertools import product
+from itertools import product, starmap
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
@@ -91,7 +91,7 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature shared by all kernels of one direction."""
     pointers = [Parameter(name, "pointer") for name in _POINTERS[direction]]
     sizes = ["outer", "batch", "channels", "time", "sequences"]
-    strides = [f"{tensor}_{each}" for tensor, each in product(STRIDED[direction], DIMENSIONS)]
+    strides = [f"{tensor}_{axis}" for tensor, axis in product(STRIDED[direction], DIMENSIONS)]
     integers = (*sizes, *strides, *_CUTS.get(direction, ()), "flags")
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 
@@ -161,11 +161,11 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         if not streams.fits_rows(variant, problem):
             return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
         return streams.refuses(variant, problem) if streamed else None
-    held = problem.layout == "channel_last"
-    chunk = variant.number("vector") if held else chunk
+    channel_last = problem.layout == "channel_last"
+    chunk = variant.number("vector") if channel_last else chunk
     if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
         return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    return registers.channel_last_refuses(variant, problem) if held else None
+    return registers.channel_last_refuses(variant, problem) if channel_last else None
 
 
 def _cuda_times(variant: Variant) -> int:
@@ -302,8 +302,8 @@ def _triton_elements(variant: Variant, direction: Direction) -> dict[str, str]:
     of = {"gates": gates, "gates_grad": gates, "offsets": "int64", "workspace": "int64"}
     boundary = ("initial_state", "final_state", "initial_state_grad", "final_state_grad")
     of |= dict.fromkeys(boundary, state)
-    found = {name: of.get(name, dtype) for name in _POINTERS[direction]}
-    return {n: "float32" if each == "complex64" else each for n, each in found.items()}
+    dtypes = {name: of.get(name, dtype) for name in _POINTERS[direction]}
+    return {n: "float32" if element == "complex64" else element for n, element in dtypes.items()}
 
 
 def _triton_divisible(variant: Variant, layout: Layout, direction: Direction) -> frozenset[str]:
@@ -433,14 +433,12 @@ FAMILY = Family(
     summary="x[t] = gates[t] * x[t-1] + tokens[t]",
     folder=FOLDER,
     kernels=(
-        *(_cuda_kernel(*each) for each in product(LAYOUTS, DIRECTIONS[:2])),
+        *starmap(_cuda_kernel, product(LAYOUTS, DIRECTIONS[:2])),
         *(_reduction(layout, "cuda") for layout in LAYOUTS),
         *summaries(parameters("summary"), _cuda_constants, _rejects_static),
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
-    samples=tuple(
-        _sample(*each) for each in product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES)
-    ),
+    samples=tuple(starmap(_sample, product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES))),
     on_cpu=True,
     languages=packed.languages,
     routes=routes.routes,

@@ -177,13 +177,13 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
 
-def _launch_single_wave(variant: Variant, problem: LinearScanProblem, room: int) -> Launch:
+def _launch_single_wave(variant: Variant, problem: LinearScanProblem, resident: int) -> Launch:
     """As many CTAs as there is room for share the columns evenly, and the warps of a CTA its part in runs of whole tiles.
     All CTAs of a column but its last publish a map for each channel, in memory that a further CTA zeroes."""
     columns, tiles = _columns(variant, problem), ceil_div(problem.time, times(variant))
-    each = ceil_div(tiles, max(1, min((room - 1) // columns, tiles)))  # tiles of a warp
-    ctas = max(1, ceil_div(tiles, max(1, each)))  # of a column
-    run = each * times(variant) // variant.number("warps")
+    tiles_of_warp = ceil_div(tiles, max(1, min((resident - 1) // columns, tiles)))
+    ctas = max(1, ceil_div(tiles, max(1, tiles_of_warp)))  # of a column
+    run = tiles_of_warp * times(variant) // variant.number("warps")
     grid = columns // problem.batch, problem.batch
     if ctas == 1:
         return Launch((*grid, 1), problem.scalars(run))
@@ -230,10 +230,10 @@ def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: in
     if ctas == 1 and not _is_single_wave(variant):
         return None
     columns = _columns(variant, problem)
-    blocks, room = columns * ctas, sm_count * variant.number("blocks")
+    blocks, resident = columns * ctas, sm_count * variant.number("blocks")
     return (
-        f"{blocks} blocks share {columns} columns, and {room} run at once"
-        if blocks > room
+        f"{blocks} blocks share {columns} columns, and {resident} run at once"
+        if blocks > resident
         else None
     )
 

@@ -124,15 +124,15 @@ def _launch_columns(variant: Variant, problem: LinearScanProblem, sm_count: int)
     return _cut(problem, columns, cut, columns, across * chunk)
 
 
-def _segments(each: float, most: int) -> int:
+def _segments(per_sm: float, most: int) -> int:
     """The fewest that give almost every SM as many CTAs, or those that come closest to it. ``each`` is how many CTAs of a
     segment there are for an SM."""
 
     def even(segments: int) -> float:
-        return segments * each / ceil(segments * each)
+        return segments * per_sm / ceil(segments * per_sm)
 
-    fewest = min(most, max(1, int(_EVEN / each)))
-    candidates = range(fewest, min(most, max(fewest, int(_MOST_CTAS / each))) + 1)
+    fewest = min(most, max(1, int(_EVEN / per_sm)))
+    candidates = range(fewest, min(most, max(fewest, int(_MOST_CTAS / per_sm))) + 1)
     first = next((segments for segments in candidates if even(segments) >= _EVEN), None)
     return max(candidates, key=even) if first is None else first
 

@@ -108,8 +108,8 @@ class Work(NamedTuple):
 def milliseconds(work: Work, of: Mapping[str, float]) -> float:
     """By the coefficients of its design. Arithmetic alone, so that it takes arrays, too."""
     dram = work.dram * of["dram"] * (1 + of["narrow"] * work.narrow)
-    each = of["element"] + of["wide_element"] * work.wide
-    busiest = work.elements * each + work.threads * of["thread"]
+    of_element = of["element"] + of["wide_element"] * work.wide
+    busiest = work.elements * of_element + work.threads * of["thread"]
     turn = of["memory"] / work.depth + of["tile"] + of["held"] * work.held
     last = (work.turns + of["tail"] * work.missing) * turn
     slowest = dram**_SHARPNESS + busiest**_SHARPNESS + last**_SHARPNESS
@@ -126,12 +126,12 @@ def predicted(
     model  coefficients by design; of ``gpu`` the ``bandwidth`` in bytes per ms
     """
     try:
-        found = geometry(text) if _serves(text, shape) else None
-        if found is None or found.design not in model:
+        shape_of_variant = geometry(text) if _serves(text, shape) else None
+        if shape_of_variant is None or shape_of_variant.design not in model:
             return None
-        work = work_of(found, shape.sizes, sm_count, model["gpu"]["bandwidth"])
-        ms = milliseconds(work, model[found.design])
-        return max(ms, _least_with_shared_gates(found, text, shape.sizes))
+        work = work_of(shape_of_variant, shape.sizes, sm_count, model["gpu"]["bandwidth"])
+        ms = milliseconds(work, model[shape_of_variant.design])
+        return max(ms, _least_with_shared_gates(shape_of_variant, text, shape.sizes))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
 
@@ -140,10 +140,10 @@ def _least_with_shared_gates(of: Geometry, text: str, sizes: Mapping[str, float]
     """Milliseconds below which a variant does not get if gates are broadcast; 0 if nothing is known."""
     if of.time_last or sizes["broadcast"] == 1:
         return 0.0
-    each = _SHARED_GATES.get(of.design, 0.0)
+    of_gate = _SHARED_GATES.get(of.design, 0.0)
     if of.design == "segments":
-        each = _SHARED_GATES_IN_SEGMENTS / Variant.parse(text).number("lanes")
-    return sizes["lines"] * sizes["time"] * each * 1e-9
+        of_gate = _SHARED_GATES_IN_SEGMENTS / Variant.parse(text).number("lanes")
+    return sizes["lines"] * sizes["time"] * of_gate * 1e-9
 
 
 def _serves(text: str, shape: Shape) -> bool:
@@ -169,22 +169,23 @@ def geometry(text: str) -> Geometry | None:
         design, depth = "generic" if access == "generic" else "registers", 1
         blocks = max(1, _RESIDENT // (32 * warps))
         if time_last:
-            times, across, held = time_last_tile(variant), tile["rows"], tile["steps"] * 16 // item
+            times, across = time_last_tile(variant), tile["rows"]
+            per_thread = tile["steps"] * 16 // item
         else:
-            (across, times), held = channel_last_tile(variant), tile["vector"] * tile["steps"]
+            (across, times), per_thread = channel_last_tile(variant), tile["vector"] * tile["steps"]
         row = _WIDE if time_last else across
     else:
         times, across = streams.times(variant), streams.scans(variant)
         depth, blocks = max(1, tile["stages"] - 1), tile["blocks"]
-        held = tile["pieces"] * 16 // item if time_last else tile["vector"] * tile["steps"]
-        row = tile["lanes"] * held if time_last else across
+        per_thread = tile["pieces"] * 16 // item if time_last else tile["vector"] * tile["steps"]
+        row = tile["lanes"] * per_thread if time_last else across
         design = _design(tile, time_last)
         if design == "segments":
             times *= warps
             across = 1 if time_last else across
     tensors, shared = 3 if variant.kernel.endswith("forward") else 5, tile.get("ctas_per_column", 1)
     kind = design, tensors, time_last, access == MISALIGNED, item
-    return Geometry(*kind, across, times, held, depth, blocks, row, shared)
+    return Geometry(*kind, across, times, per_thread, depth, blocks, row, shared)
 
 
 def _design(tile: Mapping[str, int], time_last: bool) -> str:

@@ -193,8 +193,8 @@ def _placed(name: str, tensor: Tensor, strided: bool, aligned: bool) -> Tensor:
     of_states = "states" in name or name == "before"
     block = tensor.shape[-2 if of_states else -3 :]
     rows, length = tensor.shape[: -len(block)], block.numel()
-    room = tensor.new_empty(*rows, length + _GAP)
-    placed: Tensor = room[..., :length].unflatten(-1, block)
+    memory = tensor.new_empty(*rows, length + _GAP)
+    placed: Tensor = memory[..., :length].unflatten(-1, block)
     return placed.copy_(tensor)
 
 
@@ -213,7 +213,7 @@ def draw(
     graded = states if setting.graded else 1
     if function == "slstm" and dtype != "float32":
         graded = 1  # what enters by m goes to i or f, and rounding decides which
-    given: dict[str, Tensor | None] = {
+    inputs_of_all: dict[str, Tensor | None] = {
         "inputs": new(batch, time, sizes.inputs, *unit),
         "recurrent": new(sizes.recurrent, heads, dim, dim, by=dim**-0.5),
         "bias": new(sizes.bias, *unit).float(),
@@ -225,33 +225,34 @@ def draw(
     if setting.ends:
         final = new(states, batch, *unit)
         final[graded:] = 0
-        given["final_grad"] = final
+        inputs_of_all["final_grad"] = final
     if function == "slstm" and setting.starts:
-        initial = given["initial"]
+        initial = inputs_of_all["initial"]
         assert initial is not None
         initial[2] = initial[2].abs() + 1
         initial[1:3, ..., ::3] = 0  # where i decides
-    inputs, expected = _solved(function, setting, given, narrow)
+    inputs, expected = _solved(function, setting, inputs_of_all, narrow)
     moved = {
-        key: {name: None if t is None else t.to(device) for name, t in found.items()}
-        for key, found in inputs.items()
+        key: {name: None if t is None else t.to(device) for name, t in of_kernel.items()}
+        for key, of_kernel in inputs.items()
     }
     wanted = {
-        key: {name: t.to(device) for name, t in found.items()} for key, found in expected.items()
+        key: {name: t.to(device) for name, t in of_kernel.items()}
+        for key, of_kernel in expected.items()
     }
     return Trial(function, shape, setting, dtype, moved, wanted)
 
 
 def _solved(
-    function: Function, setting: Setting, given: dict[str, Tensor | None], narrow: torch.dtype
+    function: Function, setting: Setting, drawn: dict[str, Tensor | None], narrow: torch.dtype
 ) -> tuple[
     dict[tuple[Scope, Direction], dict[str, Tensor | None]],
     dict[tuple[Scope, Direction], dict[str, Tensor]],
 ]:
     """What each kernel takes, and what it is to make of that."""
     sizes, clips = SIZES[function], setting.clips
-    wide = {name: None if t is None else t.double() for name, t in given.items()}
-    reset = given["reset"]
+    wide = {name: None if t is None else t.double() for name, t in drawn.items()}
+    reset = drawn["reset"]
     x, r, b, grad = (wide[name] for name in ("inputs", "recurrent", "bias", "states_grad"))
     assert x is not None
     assert r is not None
@@ -263,9 +264,9 @@ def _solved(
     )
     kept = cache.to(narrow) if sizes.cache else None
     back: dict[str, Tensor | None] = {"states": states.to(narrow), "cache": kept}
-    forward = {name: given[name] for name in ("inputs", "recurrent", "bias", "initial", "reset")}
+    forward = {name: drawn[name] for name in ("inputs", "recurrent", "bias", "initial", "reset")}
     backward = {
-        name: given[name] for name in ("recurrent", "initial", "reset", "states_grad", "final_grad")
+        name: drawn[name] for name in ("recurrent", "initial", "reset", "states_grad", "final_grad")
     }
     inputs: dict[tuple[Scope, Direction], dict[str, Tensor | None]] = {
         ("sequence", "forward"): forward,
@@ -276,29 +277,29 @@ def _solved(
         ("sequence", "forward"): {"states": states, **of_cache},
         ("sequence", "backward"): {"gates_grad": gates_grad, "initial_grad": initial_grad},
     }
-    _solve_step(function, setting, given, states, inputs, expected)
+    _solve_step(function, setting, drawn, states, inputs, expected)
     return inputs, expected
 
 
 def _solve_step(
     function: Function,
     setting: Setting,
-    given: dict[str, Tensor | None],
+    drawn: dict[str, Tensor | None],
     states: Tensor,
     inputs: dict[tuple[Scope, Direction], dict[str, Tensor | None]],
     expected: dict[tuple[Scope, Direction], dict[str, Tensor]],
 ) -> None:
     """The first step of the same: R·h is drawn, and the states before it are in float32."""
     sizes, clips = SIZES[function], setting.clips
-    x, bias, grad = given["inputs"], given["bias"], given["states_grad"]
+    x, bias, grad = drawn["inputs"], drawn["bias"], drawn["states_grad"]
     assert x is not None
     assert bias is not None
     assert grad is not None
     batch, _, _, heads, dim = x.shape
-    initial = given["initial"]
+    initial = drawn["initial"]
     before = torch.zeros_like(states[:, :, 0]) if initial is None else initial.double()
     terms = torch.randn(heads, batch, sizes.recurrent, dim).to(x.dtype)
-    made = reference.step(
+    outputs = reference.step(
         function,
         x[:, 0].double(),
         terms.permute(1, 2, 0, 3).double(),
@@ -306,8 +307,8 @@ def _solve_step(
         before.unbind(0),
         clips.forward,
     )
-    after = torch.stack(tuple(made.states))
-    cache = torch.stack(tuple(made.cache), 1) if sizes.cache else None
+    after = torch.stack(tuple(outputs.states))
+    cache = torch.stack(tuple(outputs.cache), 1) if sizes.cache else None
     inputs["step", "forward"] = {
         "inputs": x[:, 0],
         "terms": terms,

@@ -98,9 +98,9 @@ class Operation(Expression):
         return self.left.names() | self.right.names()
 
 
-def expression(given: Operand) -> Expression:
+def expression(operand: Operand) -> Expression:
     """The expression, or the number as one."""
-    return Number(given) if isinstance(given, int) else given
+    return Number(operand) if isinstance(operand, int) else operand
 
 
 def ceil_div(left: Operand, right: Operand) -> Expression:
@@ -139,5 +139,5 @@ class Constraint:
 def first_broken(constraints: Iterable[Constraint], values: Values) -> str | None:
     """How the first constraint fails whose names all have values, or None."""
     known = values.keys()
-    reasons = (each.broken(values) for each in constraints if each.names() <= known)
-    return next((reason for reason in reasons if reason), None)
+    known_ones = (one for one in constraints if one.names() <= known)
+    return next((reason for one in known_ones if (reason := one.broken(values))), None)

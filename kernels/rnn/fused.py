@@ -34,10 +34,10 @@ from scan_registry.kernels.rnn.problem import SIZES, Direction, RnnProblem
 
 def _values(variant: Variant, direction: Direction) -> dict[str, int]:
     """A variant's tiling and kind, by the constraints' names."""
-    given = {name: value for name, value in variant.statics if isinstance(value, int)}
+    tiling = {name: value for name, value in variant.statics if isinstance(value, int)}
     gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
     item = ITEM_SIZE[variant.text("dtype")]
-    return {**given, "gates": gates, "item": item, "backward": int(direction == "backward")}
+    return {**tiling, "gates": gates, "item": item, "backward": int(direction == "backward")}
 
 
 def _tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
@@ -54,36 +54,36 @@ def _tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     deep = {"chunks": chunks, "layers": 8 // gates}
     if function == "elman" and narrow:
         deep = {"chunks": 8}  # for 2048 units, which have about as many SMs as there are
-    found = [
+    choices = [
         _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
         _tiling(rows=1, split=8, **deep),
     ]
     if direction == "forward":
-        found.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
+        choices.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
     if not narrow:
         large = 5 if gates == 4 else 8  # of 8 chunks; more in registers would spill
-        found += [
+        choices += [
             _tiling(rows=4, split=2, batches=0, chunks=4, cluster=1),
             _tiling(rows=8, split=2, batches=0, chunks=large, layers=8 - large, cluster=1),
         ]
     elif direction == "forward":
-        found.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+        choices.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
     else:
-        found.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
-    return tuple(found)
+        choices.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
+    return tuple(choices)
 
 
-def _tiling(**given: int) -> Pins:
+def _tiling(**pins: int) -> Pins:
     return tuple(
-        (name, {"batches": 1, "layers": 0, "cluster": 0, **given}[name]) for name in tilings.DOMAINS
+        (name, {"batches": 1, "layers": 0, "cluster": 0, **pins}[name]) for name in tilings.DOMAINS
     )
 
 
 def _space(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     """What tuning may choose from, on GPUs that have the most shared memory."""
     variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
-    given = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
-    return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(given))
+    values = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
+    return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(values))
 
 
 def constants(variant: Variant) -> dict[str, Static]:

@@ -65,18 +65,18 @@ def pointers(scope: Scope, direction: Direction, language: str) -> tuple[str, ..
 
 def parameters(scope: Scope, direction: Direction, language: str = "cuda") -> tuple[Parameter, ...]:
     """The signature of one kernel."""
-    given = [Parameter(name, "pointer") for name in pointers(scope, direction, language)]
+    of_pointers = [Parameter(name, "pointer") for name in pointers(scope, direction, language)]
     sizes = ["batch", *(["time"] if scope == "sequence" else []), "heads", "dim"]
     options = ["forward_clip"] if direction == "forward" else ["graded", "recurrent_clip"]
     names = (*sizes, *options, *stride_names(scope, direction))
-    return (*given, *(Parameter(name, "i64") for name in names))
+    return (*of_pointers, *(Parameter(name, "i64") for name in names))
 
 
 def launch_of(
     scope: Scope, direction: Direction, problem: RnnProblem, blocks: int, workspace: int = 0
 ) -> Launch:
     known = problem.scalars()
-    wanted = [each.name for each in parameters(scope, direction) if each.kind == "i64"]
+    wanted = [p.name for p in parameters(scope, direction) if p.kind == "i64"]
     return Launch((blocks, 1, 1), {name: known[name] for name in wanted}, workspace)
 
 

@@ -263,7 +263,7 @@ def backward(
     sizes, dtype = SIZES[function], states.dtype
     compute = compute_dtype(dtype)
     _, batch, time, heads, dim = states.shape
-    known, kept, given = (each.to(compute) for each in (states, cache, states_grad))
+    known, kept, by_step = (tensor.to(compute) for tensor in (states, cache, states_grad))
     extra = None if cache_grad is None else cache_grad.to(compute)
     start = _initial(initial, known[0], len(sizes.states))
     weight = recurrent.to(compute).permute(1, 0, 2, 3).reshape(heads, -1, dim)
@@ -272,12 +272,12 @@ def backward(
     anew = None if reset is None else _anew(reset_states, known[0], len(sizes.states))
     reset_grad = None if anew is None or reset_states is None else torch.zeros_like(start)
     for t in reversed(range(time)):
-        for k, grad in enumerate(given[:, :, t]):
+        for k, grad in enumerate(by_step[:, :, t]):
             grads[k] = grads[k] + grad
         before = known[:, :, t - 1] if t > 0 else start
         if reset is not None and anew is not None:
             before = torch.where(_of_units(reset[:, t]), anew, before)
-        made = step_back(
+        gradients = step_back(
             function,
             kept[:, t].unbind(1),
             before.unbind(0),
@@ -285,8 +285,8 @@ def backward(
             grads,
             None if extra is None else extra[:, t].unbind(1),
         )
-        gates.append(torch.stack(tuple(made.gates), 1))
-        grads = [*made.states]
+        gates.append(torch.stack(tuple(gradients.gates), 1))
+        grads = [*gradients.states]
         if not clips.recurrent_cut:
             through = gates[-1][:, : sizes.recurrent].permute(2, 0, 1, 3)
             by_r = torch.matmul(through.reshape(heads, batch, -1), weight).transpose(0, 1)
@@ -296,9 +296,9 @@ def backward(
             if reset_grad is not None:
                 reset_grad = reset_grad + torch.where(begins, all_of_them, 0)
             grads = [*torch.where(begins, 0, all_of_them).unbind(0)]
-    found = [torch.stack(gates[::-1], 1), torch.stack(grads)]
-    found += [] if reset_grad is None else [reset_grad]
-    return tuple(each.to(dtype) for each in found)
+    results = [torch.stack(gates[::-1], 1), torch.stack(grads)]
+    results += [] if reset_grad is None else [reset_grad]
+    return tuple(result.to(dtype) for result in results)
 
 
 def parameter_grads(
@@ -354,15 +354,15 @@ def _of_units(reset: Tensor) -> Tensor:
     return reset.unsqueeze(-1).unsqueeze(-1)
 
 
-def _anew(given: Tensor | None, like: Tensor, count: int) -> Tensor:
+def _anew(states: Tensor | None, like: Tensor, count: int) -> Tensor:
     """The first ``count`` of the states that a reset starts from: those given, (count, B, N, D), or zeros."""
-    if given is None:
+    if states is None:
         return like.new_zeros(count, 1, 1, 1)
-    return given[:count].to(like.dtype)
+    return states[:count].to(like.dtype)
 
 
-def _initial(given: Tensor | None, like: Tensor, count: int) -> Tensor:
+def _initial(states: Tensor | None, like: Tensor, count: int) -> Tensor:
     """The first ``count`` states, (count, B, N, D): those given, or zeros. ``like`` is (B, …, N, D)."""
-    if given is None:
+    if states is None:
         return like.new_zeros(count, like.shape[0], *like.shape[-2:])
-    return given[:count].to(like.dtype)
+    return states[:count].to(like.dtype)

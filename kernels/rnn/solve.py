@@ -36,7 +36,7 @@ def _solver() -> Any:
 
 
 def solve(
-    domains: Mapping[str, Iterable[int]], constraints: Iterable[Constraint], given: Values
+    domains: Mapping[str, Iterable[int]], constraints: Iterable[Constraint], known_values: Values
 ) -> list[dict[str, int]]:
     """Every choice from the domains that breaks no constraint whose names all have values, in order.
 
@@ -48,23 +48,23 @@ def solve(
         name: model.new_int_var_from_domain(cp.Domain.from_values(sorted(values)), name)
         for name, values in domains.items()
     }
-    translation = _Translation(cp, model, {**given, **variables}, domains)
+    translation = _Translation(cp, model, {**known_values, **variables}, domains)
     known = translation.values.keys()
     for constraint in constraints:
         if constraint.names() <= known:
             translation.add(constraint)
 
-    found: list[dict[str, int]] = []
+    solutions: list[dict[str, int]] = []
 
     class Collector(cp.CpSolverSolutionCallback):  # type: ignore[misc, name-defined]
         def on_solution_callback(self) -> None:
-            found.append({name: self.value(variable) for name, variable in variables.items()})
+            solutions.append({name: self.value(variable) for name, variable in variables.items()})
 
     solver = cp.CpSolver()
     solver.parameters.enumerate_all_solutions = True
     solver.parameters.num_workers = 1
     solver.solve(model, Collector())
-    return sorted(found, key=lambda tiling: tuple(tiling.values()))
+    return sorted(solutions, key=lambda tiling: tuple(tiling.values()))
 
 
 class _Translation:
@@ -74,7 +74,7 @@ class _Translation:
         self, cp: Any, model: Any, values: Mapping[str, Any], domains: Mapping[str, Iterable[int]]
     ) -> None:
         self.cp, self.model, self.values = cp, model, values
-        self.bounds = {name: (min(each), max(each)) for name, each in domains.items()}
+        self.bounds = {name: (min(domain), max(domain)) for name, domain in domains.items()}
 
     def add(self, constraint: Constraint) -> None:
         """Have it hold."""
@@ -109,23 +109,23 @@ class _Translation:
         if left[1] == left[2] or right[1] == right[2]:
             number, other = (left[1], right[0]) if left[1] == left[2] else (right[1], left[0])
             return number * other, low, high
-        made = self.model.new_int_var(low, high, "")
-        self.model.add_multiplication_equality(made, [self.variable(left), self.variable(right)])
-        return made, low, high
+        product = self.model.new_int_var(low, high, "")
+        self.model.add_multiplication_equality(product, [self.variable(left), self.variable(right)])
+        return product, low, high
 
     def quotient(self, left: tuple[Any, int, int], right: tuple[Any, int, int]) -> Any:
         """Rounded up: of (left + right - 1) / right what is rounded towards zero."""
         above = left[0] + right[0] - 1, left[1] + right[1] - 1, left[2] + right[2] - 1
         low, high = -(-left[1] // right[2]), -(-left[2] // right[1])
-        made = self.model.new_int_var(low, high, "")
-        self.model.add_division_equality(made, self.variable(above), self.variable(right))
-        return made, low, high
+        result = self.model.new_int_var(low, high, "")
+        self.model.add_division_equality(result, self.variable(above), self.variable(right))
+        return result, low, high
 
     def variable(self, of: tuple[Any, int, int]) -> Any:
         """A variable that is equal to it."""
-        made = self.model.new_int_var(of[1], of[2], "")
-        self.model.add(made == of[0])
-        return made
+        result = self.model.new_int_var(of[1], of[2], "")
+        self.model.add(result == of[0])
+        return result
 
     def linear(self, of: tuple[Any, int, int]) -> Any:
         """Something that can be compared with numbers to make a constraint."""

@@ -86,9 +86,9 @@ def _triton_kernel(direction: Direction) -> Kernel:
 
     def elements(variant: Variant) -> dict[str, str]:
         of = {"bias": "float32", "workspace": "int64"}
-        return {n: of.get(n, variant.text("dtype")) for n in given}
+        return {n: of.get(n, variant.text("dtype")) for n in names}
 
-    given = pointers("sequence", direction, "triton")
+    names = pointers("sequence", direction, "triton")
 
     return Kernel(
         family=FAMILY_NAME,
@@ -101,7 +101,7 @@ def _triton_kernel(direction: Direction) -> Kernel:
             entry=f"sequence_{direction}",
             constants=_triton_constants,
             divisible=lambda variant: frozenset(
-                {*given, "dim", *stride_names("sequence", direction)} - {"bias", "workspace"}
+                {*names, "dim", *stride_names("sequence", direction)} - {"bias", "workspace"}
             ),
             elements=elements,
             # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
@@ -163,11 +163,11 @@ def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sa
         "cache": len(sizes.cache) * row,
         "gates_grad": sizes.bias * row,
     }
-    found: list[int] = []
+    numbers: list[int] = []
     for tensor in strides:
         step = per_time.get(tensor, row)
         of = {"state": batch * time * row, "batch": time * step, "time": step}
-        found += [of[dimension] for dimension in STRIDED[scope, direction][tensor]]
+        numbers += [of[dimension] for dimension in STRIDED[scope, direction][tensor]]
     problem = RnnProblem(
         scope=scope,
         direction=direction,
@@ -177,7 +177,7 @@ def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sa
         time=time,
         heads=heads,
         dim=dim,
-        strides=tuple(found),
+        strides=tuple(numbers),
         graded=1,
         training=True,
     )

@@ -71,11 +71,13 @@ members: Expression = (expression(1) - clustered) * ceil_div(dim, units) + clust
 #: Values of a row that one word of each lane covers: a chunk.
 chunk: Expression = ceil_div(64, item)
 #: Previous units that R's rows have room for.
-room: Expression = (chunks + layers) * ((whole + parts) * chunk * (split - whole) + 16 * single)
-#: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk; or its share of 16 values.
-held: Expression = 8 * chunks * (parts * gates + whole * ceil_div(gates, 2)) + single * ceil_div(
-    16 * chunks * gates, split
+row_units: Expression = (chunks + layers) * (
+    (whole + parts) * chunk * (split - whole) + 16 * single
 )
+#: A lane's part of R: two words of 16 bytes for each gate, or two gates, and chunk; or its share of 16 values.
+lane_values: Expression = 8 * chunks * (
+    parts * gates + whole * ceil_div(gates, 2)
+) + single * ceil_div(16 * chunks * gates, split)
 #: What else a thread holds: sums, a window of words on their way, and the states and inputs of its slot or unit.
 others: Expression = (whole + parts) * (72 + 24 * batches + 6 * item) + 60 * single
 #: Of shared memory: R's layers; the sums that the warps of a row exchange, in two rounds; and the values
@@ -86,7 +88,7 @@ local_gates: Expression = 1 + backward * (gates - 1)
 sums_bytes: Expression = 2 * 256 * split * rows * batches * 2 * forward_gates
 local_bytes: Expression = 2 * tile * (128 * ceil_div(units * local_gates * item, 128) + 64)
 rounds_bytes: Expression = 2 * tile * (128 * ceil_div(chunks, 2) + 64) + 16
-vectors_bytes: Expression = 8 * local_gates * room
+vectors_bytes: Expression = 8 * local_gates * row_units
 static_bytes: Expression = (
     parts * (sums_bytes + local_bytes) + whole * rounds_bytes + single * vectors_bytes
 )
@@ -102,8 +104,8 @@ TILES = (
     Constraint("blocks of a head where a block has one sequence", single * cluster, "==", single),
     Constraint("threads of a block", threads, "<=", most_threads),
     Constraint("threads that are to have work", 128, "<=", threads),
-    Constraint("registers per thread", held + others, "<=", 255),
-    Constraint("registers of a block", (held + others) * threads, "<=", registers),
+    Constraint("registers per thread", lane_values + others, "<=", 255),
+    Constraint("registers of a block", (lane_values + others) * threads, "<=", registers),
     Constraint("bytes of shared memory", shared_bytes, "<=", shared_memory),
     Constraint("bytes of shared memory beside R's", static_bytes, "<=", 48 * 1024),
     Constraint("chunks in shared memory beside those in registers", layers, "<=", 2 * chunks),
@@ -115,7 +117,7 @@ TILES = (
     Constraint("compute capability that clusters need", 90 * several, "<=", capability),
     Constraint(
         "values of a row, beside the units of a block that has one sequence",
-        single * room,
+        single * row_units,
         "<=",
         single * units,
     ),
@@ -123,7 +125,7 @@ TILES = (
 #: What a problem has to meet, too.
 PROBLEM = (
     Constraint("16 hidden units go together", 16, "divides", dim),
-    Constraint("hidden units that R's rows have room for", dim, "<=", room),
+    Constraint("hidden units that R's rows have room for", dim, "<=", row_units),
     Constraint("hidden units of a cluster", clustered * dim, "<=", cluster * units),
 )
 #: What a problem and a GPU have to meet together: blocks wait for one another, so all have to run.
@@ -144,13 +146,13 @@ def windows(values: Values) -> int:
     split_in_parts = 4 if values["gates"] > factor else 6
     most = split_in_parts if values["item"] == 4 else 8 if values["rows"] > 1 else 12
     window = min(most // values["batches"], factor * (values["chunks"] + values["layers"]))
-    each = ceil_div(factor * dim, chunk * split).value(values)
-    return -(-each // window)
+    chunks_of_row = ceil_div(factor * dim, chunk * split).value(values)
+    return -(-chunks_of_row // window)
 
 
 def blocks_per_sm(values: Values) -> int:
     """An estimate of how many blocks that wait for nobody run at a time on an SM, by registers and shared memory."""
-    by_registers = LEAST["registers"] // ((held + others) * threads).value(values)
+    by_registers = LEAST["registers"] // ((lane_values + others) * threads).value(values)
     return max(1, min(by_registers, LEAST["shared_memory"] // shared_bytes.value(values)))
 
 
@@ -158,18 +160,18 @@ def most_units(values: Values) -> int:
     """The largest ``dim`` for a tiling on a GPU; ``values`` has the tiling, ``item``, ``backward`` and
     ``sm_count``."""
     blocks = (expression(1) - clustered) * sm_count + cluster
-    return min(room.value(values), (units * blocks).value(values)) // 16 * 16
+    return min(row_units.value(values), (units * blocks).value(values)) // 16 * 16
 
 
-def enumerate_tilings(given: Values) -> Iterator[Tiling]:
+def enumerate_tilings(fixed: Values) -> Iterator[Tiling]:
     """Every tiling that no constraint excludes whose names all have values."""
-    found, known, left = [dict(given)], set(given), [*TILES, *PROBLEM, *RESIDENT]
+    tilings, known, left = [dict(fixed)], set(fixed), [*TILES, *PROBLEM, *RESIDENT]
     for name, values in DOMAINS.items():
         known.add(name)
         # Each is asked as soon as it can be, so that most combinations are never made.
-        ready = [each for each in left if each.names() <= known]
-        left = [each for each in left if not each.names() <= known]
-        longer = ({**tiling, name: value} for tiling in found for value in values)
-        found = [tiling for tiling in longer if not any(each.broken(tiling) for each in ready)]
-    for tiling in found:
+        ready = [one for one in left if one.names() <= known]
+        left = [one for one in left if not one.names() <= known]
+        longer = ({**tiling, name: value} for tiling in tilings for value in values)
+        tilings = [tiling for tiling in longer if not any(one.broken(tiling) for one in ready)]
+    for tiling in tilings:
         yield {name: tiling[name] for name in DOMAINS}

@@ -56,7 +56,7 @@ class Trial:
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch that computes this. There is one kernel, and its tensors are always aligned."""
-        wide = reference.forward([each.double() for each in self.inputs])
+        wide = reference.forward([x.double() for x in self.inputs])
         expected = dict(zip(self.problem.outputs, wide, strict=False))
         tensors: dict[str, Tensor | None] = dict(zip(self.problem.inputs, self.inputs, strict=True))
         tensors |= {
@@ -70,6 +70,4 @@ def trials(dtype: str, shapes: tuple[int, ...], device: torch.device | str) -> I
     for count in shapes:
         for reads, writes in PATTERNS:
             inputs = [torch.randn(count, dtype=getattr(torch, dtype)) for _ in range(reads)]
-            yield Trial(
-                RooflineProblem(reads, writes, count), tuple(each.to(device) for each in inputs)
-            )
+            yield Trial(RooflineProblem(reads, writes, count), tuple(x.to(device) for x in inputs))

@@ -121,13 +121,13 @@ class Case:
 
     def errors(self) -> dict[str, float]:
         """Of each output."""
-        found = {}
+        errors = {}
         for name, expected in self.expected.items():
             out = self.tensors[name]
             assert out is not None
             whole = summed(name, out.double()) if name in _SUMS else out
-            found[name] = relative_error(whole, expected, terms=self.terms.get(name))
-        return found
+            errors[name] = relative_error(whole, expected, terms=self.terms.get(name))
+        return errors
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Trial:
     def case(self, kernel: str, *, aligned: bool, parts: int = 1) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
         of 1 and of ``PARTS`` parts."""
-        direction: Direction = next(each for each in DIRECTIONS if each == kernel)
+        direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, channels, time, states = self.shape
         narrow = getattr(torch, self.dtype)
         tensors: dict[str, Tensor | None] = {}
@@ -203,9 +203,9 @@ class Trial:
         elif direction == "adjoint":
             for name, value in expected.items():
                 # Of a first part nothing is asked, and nothing is written.
-                room = torch.full_like(value, torch.nan, dtype=torch.float32)
-                room[:, :, 0] = 0
-                tensors[name] = room
+                poison = torch.full_like(value, torch.nan, dtype=torch.float32)
+                poison[:, :, 0] = 0
+                tensors[name] = poison
         else:
             for name in ("adjoints", "sizes") if parts > 1 else ():
                 tensors[name] = self.expected[name].float()
@@ -229,8 +229,8 @@ class Trial:
         turned = self.setting.layout == "channel_last"
         moved = tensor.transpose(1, 2) if turned else tensor
         *rows, length = moved.shape
-        room = moved.new_empty(*rows, length + (0 if aligned else 3))[..., :length].copy_(moved)
-        return room.transpose(1, 2) if turned else room
+        copy = moved.new_empty(*rows, length + (0 if aligned else 3))[..., :length].copy_(moved)
+        return copy.transpose(1, 2) if turned else copy
 
 
 @torch.no_grad()
@@ -252,7 +252,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     steps = torch.randn(batch, channels, time) - 3
     delta = steps if setting.softplus else steps.exp()
     of_state = batch, sequences, channels, states
-    given: dict[str, Tensor | None] = {
+    inputs: dict[str, Tensor | None] = {
         "u": new(batch, channels, time),
         "delta": delta.to(narrow),
         "A": -torch.rand(channels, states) * 8 - 0.02,
@@ -266,16 +266,16 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "out_grad": new(batch, channels, time),
         "final_grad": torch.randn(of_state) if setting.starts else None,
     }
-    found = solve(given, setting.softplus, PARTS)
-    given["checkpoints"] = found.checkpoints
-    expected = {**found.results, "adjoints": found.adjoints, "sizes": found.sizes}
+    solution = solve(inputs, setting.softplus, PARTS)
+    inputs["checkpoints"] = solution.checkpoints
+    expected = {**solution.results, "adjoints": solution.adjoints, "sizes": solution.sizes}
     return Trial(
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: None if t is None else t.to(device) for name, t in inputs.items()},
         {name: t.to(device) for name, t in expected.items()},
-        {name: t.to(device) for name, t in found.terms.items()},
+        {name: t.to(device) for name, t in solution.terms.items()},
     )
 
 

@@ -94,8 +94,8 @@ def forward(
         if initial_state is None:
             state = wide.new_zeros((batch, channels, A.shape[1]), dtype=of_states)
         else:
-            given = initial_state if cu_seqlens is None else initial_state[:, number]
-            state = given.to(of_states)
+            entering = initial_state if cu_seqlens is None else initial_state[:, number]
+            state = entering.to(of_states)
         for t in range(begin, end):
             gate = torch.exp(sizes[:, :, t, None] * decay)
             state = gate * state + scaled[:, :, t, None] * _at(inward, t)
@@ -159,26 +159,26 @@ def backward(
     are in this order. They are differentiable themselves where derivatives are recorded."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        given = [
+        leaves = [
             t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
             for t, w in zip(tensors, wanted, strict=True)
         ]
-        u, delta, A, B, C, D, z, bias, initial = given
+        u, delta, A, B, C, D, z, bias, initial = leaves
         assert u is not None
         assert delta is not None
         assert A is not None
         assert B is not None
         assert C is not None
-        made = forward(u, delta, A, B, C, D, z, bias, delta_softplus, initial, cu_seqlens)
+        outputs = forward(u, delta, A, B, C, D, z, bias, delta_softplus, initial, cu_seqlens)
     pairs = [
-        (each, grad.to(each.dtype))
-        for each, grad in zip(made, (out_grad, final_grad), strict=True)
-        if grad is not None and each.requires_grad
+        (output, grad.to(output.dtype))
+        for output, grad in zip(outputs, (out_grad, final_grad), strict=True)
+        if grad is not None and output.requires_grad
     ]
-    asked_for = [t for t, w in zip(given, wanted, strict=True) if w and t is not None]
-    found = iter(
+    asked_for = [t for t, w in zip(leaves, wanted, strict=True) if w and t is not None]
+    grads = iter(
         torch.autograd.grad(
-            [each for each, _ in pairs],
+            [output for output, _ in pairs],
             asked_for,
             [grad for _, grad in pairs],
             create_graph=again,
@@ -188,5 +188,5 @@ def backward(
         else [torch.zeros_like(t) for t in asked_for]
     )
     return tuple(
-        next(found) if w and t is not None else None for t, w in zip(given, wanted, strict=True)
+        next(grads) if w and t is not None else None for t, w in zip(leaves, wanted, strict=True)
     )

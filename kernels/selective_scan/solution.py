@@ -39,16 +39,16 @@ class Solution:
 
 
 @torch.no_grad()
-def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
+def solve(inputs: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Solution:
     """The solution of a problem with real ``A``, whose sequences are cut into ``parts``. Tensors that may be null may
     be None; without ``cu_seqlens``, states have one sequence."""
     u, delta, B, C, out_grad = (
-        _steps_first(given, name) for name in ("u", "delta", "B", "C", "out_grad")
+        _steps_first(inputs, name) for name in ("u", "delta", "B", "C", "out_grad")
     )
-    A, bias = _double(given, "A"), given["delta_bias"]
-    z = None if given["z"] is None else _steps_first(given, "z")
-    skip = None if given["D"] is None else _double(given, "D")
-    cu_seqlens = given["cu_seqlens"]
+    A, bias = _double(inputs, "A"), inputs["delta_bias"]
+    z = None if inputs["z"] is None else _steps_first(inputs, "z")
+    skip = None if inputs["D"] is None else _double(inputs, "D")
+    cu_seqlens = inputs["cu_seqlens"]
     time, batch, channels = u.shape
     bounds = [0, time] if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
     spans = [*pairwise(bounds)]
@@ -58,7 +58,7 @@ def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Sol
     gates = torch.exp(sizes.unsqueeze(-1) * A)
     tokens = (sizes * u).unsqueeze(-1) * inward
     of_states = len(spans), batch, *A.shape
-    initial = _state(given, "initial_state", of_states)
+    initial = _state(inputs, "initial_state", of_states)
     states, finals = _scan(gates, tokens, initial, spans)
 
     y = (states * outward).sum(-1)
@@ -68,7 +68,7 @@ def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Sol
     y_grad = out_grad if opened is None else out_grad * opened
 
     sources = y_grad.unsqueeze(-1) * outward
-    arriving = _state(given, "final_grad", of_states)
+    arriving = _state(inputs, "final_grad", of_states)
     reaching, initial_grad = _scan_back(gates, sources, arriving, spans)
     # Of each state, its gradient times the gate and the state before it: d(δ·A).
     exponent_grad = states - tokens
@@ -87,14 +87,14 @@ def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Sol
     if z is not None:
         open_ = torch.sigmoid(z)
         results["z_grad"] = out_grad * y * open_ * (1 + z * (1 - open_))
-    found = {name: x.permute(1, 2, 0).contiguous() for name, x in results.items()}
+    outputs = {name: x.permute(1, 2, 0).contiguous() for name, x in results.items()}
     summands = {"A_grad": exponent_grad * sizes.unsqueeze(-1)}
     if skip is not None:
         summands["D_grad"] = y_grad * u
     if bias is not None:
         summands["bias_grad"] = delta_grad
-    found |= {name: x.sum((0, 1)) for name, x in summands.items()}
-    found |= {
+    outputs |= {name: x.sum((0, 1)) for name, x in summands.items()}
+    outputs |= {
         "final_state": finals.transpose(0, 1).contiguous(),
         "B_grad": _of_groups(reaching, sizes * u, B.shape[2]),
         "C_grad": _of_groups(states, y_grad, C.shape[2]),
@@ -102,27 +102,27 @@ def solve(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> Sol
     }
     terms = {name: x.square().sum((0, 1)).sqrt() for name, x in summands.items()}
     adjoints, sums = _handed_on(gates, sources, sizes, spans, parts)
-    return Solution(found, adjoints, sums, _checkpoints(states, initial, spans), terms)
+    return Solution(outputs, adjoints, sums, _checkpoints(states, initial, spans), terms)
 
 
 # --- Tensors, steps first ---------------------------------------------------------------------
 
 
-def _double(given: Mapping[str, Tensor | None], name: str) -> Tensor:
-    tensor = given[name]
+def _double(inputs: Mapping[str, Tensor | None], name: str) -> Tensor:
+    tensor = inputs[name]
     assert tensor is not None, name
     return tensor.double()
 
 
-def _steps_first(given: Mapping[str, Tensor | None], name: str) -> Tensor:
-    return _double(given, name).movedim(-1, 0).contiguous()
+def _steps_first(inputs: Mapping[str, Tensor | None], name: str) -> Tensor:
+    return _double(inputs, name).movedim(-1, 0).contiguous()
 
 
-def _state(given: Mapping[str, Tensor | None], name: str, shape: Sequence[int]) -> Tensor:
+def _state(inputs: Mapping[str, Tensor | None], name: str, shape: Sequence[int]) -> Tensor:
     """One for each sequence, (S, B, D, N); zeros if there is none."""
-    if given[name] is None:
+    if inputs[name] is None:
         return torch.zeros(*shape, dtype=torch.float64)
-    return _double(given, name).transpose(0, 1)
+    return _double(inputs, name).transpose(0, 1)
 
 
 def _of_channels(projection: Tensor, channels: int) -> Tensor:
@@ -148,8 +148,8 @@ def _scan(
     steps = [*zip(tokens.unbind(), gates.unbind(), states.unbind(), strict=True)]
     for number, (begin, end) in enumerate(spans):
         state = initial[number]
-        for token, gate, room in steps[begin:end]:
-            state = torch.addcmul(token, gate, state, out=room)
+        for token, gate, out in steps[begin:end]:
+            state = torch.addcmul(token, gate, state, out=out)
         finals[number] = state
     return states, finals
 
@@ -163,8 +163,8 @@ def _scan_back(
     steps = [*zip(sources.unbind(), gates.unbind(), reaching.unbind(), strict=True)]
     for number, (begin, end) in enumerate(spans):
         state, later = arriving[number], torch.ones_like(arriving[number])
-        for source, gate, room in reversed(steps[begin:end]):
-            state, later = torch.addcmul(source, later, state, out=room), gate
+        for source, gate, out in reversed(steps[begin:end]):
+            state, later = torch.addcmul(source, later, state, out=out), gate
         leaving[number] = later * state
     return reaching, leaving
 

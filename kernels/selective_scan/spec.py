@@ -7,7 +7,7 @@ a time along the layout's dimension; ``generic`` takes any strides.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 
 from scan_registry.hardware.target import Target
@@ -123,12 +123,12 @@ def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
         return reason
     if problem.time >= 2**31:
         return f"{problem.time} steps; they are counted in 32 bits"
-    room = _capacity(variant)
-    if room and problem.states > room:
-        return f"{problem.states} states; it has room for {room}"
+    capacity = _capacity(variant)
+    if capacity and problem.states > capacity:
+        return f"{problem.states} states; it has room for {capacity}"
     if variant.kernel == "adjoint":
         return None if problem.parts > 1 else "there is one part, which hands nothing on"
-    if not room and problem.states <= BLOCK_STATES:
+    if not capacity and problem.states <= BLOCK_STATES:
         return f"{problem.states} states; it is for more than {BLOCK_STATES}"
     return None
 
@@ -327,7 +327,7 @@ FAMILY = Family(
     summary="h[t] = exp(delta * A) * h[t-1] + delta * B[t] * u[t]; out = C . h, gated",
     folder=FOLDER,
     kernels=tuple(map(_kernel, DIRECTIONS)),
-    samples=tuple(_sample(*each) for each in product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES)),
+    samples=tuple(starmap(_sample, product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES))),
     on_cpu=True,
     by_torch=("float64",),
 )

@@ -126,7 +126,7 @@ class Trial:
         for name, dimensions in DIMENSIONS.items():
             tensor = tensors[name]
             strides += [0] * len(dimensions) if tensor is None else tensor.stride()
-        given = (tensors[name] for name in FORMATTED)
+        formatted = (tensors[name] for name in FORMATTED)
         indices = tensors["indices"]
         problem = StepProblem(
             dtype=self.dtype,
@@ -136,7 +136,7 @@ class Trial:
             states=states,
             groups=_there(tensors["B"]).shape[1],
             slots=state.shape[0],
-            dtypes=tuple("float32" if t is None else _name(t.dtype) for t in given),
+            dtypes=tuple("float32" if t is None else _name(t.dtype) for t in formatted),
             strides=tuple(strides),
             softplus=self.setting.softplus,
             aligned=aligned and states % unit == 0,
@@ -156,8 +156,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _first(tensor: Tensor, dimension: int) -> Tensor:
     """The first number along each dimension from that one on."""
-    for each in range(dimension, tensor.dim()):
-        tensor = tensor.narrow(each, 0, 1)
+    for along in range(dimension, tensor.dim()):
+        tensor = tensor.narrow(along, 0, 1)
     return tensor
 
 
@@ -167,8 +167,8 @@ def _placed(tensor: Tensor, aligned: bool, tied: int | None) -> Tensor:
         return _first(tensor, tied).clone().expand(tensor.shape)
     if aligned:
         return tensor.clone(memory_format=torch.contiguous_format)
-    room = tensor.new_full((*tensor.shape, 2), 1e4)
-    return room[..., 1].copy_(tensor)
+    memory = tensor.new_full((*tensor.shape, 2), 1e4)
+    return memory[..., 1].copy_(tensor)
 
 
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
@@ -190,28 +190,28 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "z": torch.randn(batch, heads, channels) if setting.gated else None,
         "bias": torch.rand(heads, channels) / 2 if setting.gated else None,
     }
-    given: dict[str, Tensor | None] = {}
+    inputs: dict[str, Tensor | None] = {}
     for number, (name, value) in enumerate(drawn.items()):
         own = torch.float32 if name in ("A", "D", "bias") else narrow
         if setting.inputs and name in ("B", "C", "dt"):
             own = getattr(torch, setting.inputs)
         if setting.mixed and name not in ("state", "x"):
             own = getattr(torch, DTYPES[number % len(DTYPES)])
-        given[name] = None if value is None else value.to(own)
-        tied, tensor = _TIED.get(name), given[name]
+        inputs[name] = None if value is None else value.to(own)
+        tied, tensor = _TIED.get(name), inputs[name]
         if setting.tied and tied is not None and tensor is not None:
-            given[name] = _first(tensor, tied).expand(tensor.shape).clone()
-    given["indices"] = None
+            inputs[name] = _first(tensor, tied).expand(tensor.shape).clone()
+    inputs["indices"] = None
     if setting.indexed:
         order = torch.randperm(slots)[:batch]
         order[batch // 2] = -1
-        given["indices"] = order.to(getattr(torch, setting.indexed))
-    expected = solved(given, setting)
+        inputs["indices"] = order.to(getattr(torch, setting.indexed))
+    expected = solved(inputs, setting)
     return Trial(
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in given.items()},
+        {name: None if t is None else t.to(device) for name, t in inputs.items()},
         {name: t.to(device) for name, t in expected.items()},
     )
 
@@ -219,26 +219,29 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
 def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The tensors of a kernel as the operator takes them: views, without a dimension of heads where there is one."""
     state = _there(tensors["state"])
-    found = dict(tensors)
+    views = dict(tensors)
     if state.shape[1] == 1:
         for name in ("state", "x", "dt", "z", "A", "D", "bias"):
             tensor = tensors[name]
             if tensor is not None:
-                found[name] = tensor.squeeze(1 if name in ("state", "x", "dt", "z") else 0)
-    return found
+                views[name] = tensor.squeeze(1 if name in ("state", "x", "dt", "z") else 0)
+    return views
 
 
-def solved(given: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
+def solved(inputs: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
     """The output and the state after it in float64."""
     wide = {
         name: t.double() if t is not None and t.is_floating_point() else t
-        for name, t in without_heads(given).items()
+        for name, t in without_heads(inputs).items()
     }
     state = _there(wide["state"])
     x, dt, A, B, C = (_there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
     rest = wide["D"], wide["z"], wide["bias"], setting.softplus, wide["indices"]
     out = reference.step(state, x, dt, A, B, C, *rest)
-    return {"out": out.view_as(_there(given["x"])), "state": state.view_as(_there(given["state"]))}
+    return {
+        "out": out.view_as(_there(inputs["x"])),
+        "state": state.view_as(_there(inputs["state"])),
+    }
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

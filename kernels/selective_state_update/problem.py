@@ -33,7 +33,7 @@ DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("D", "bias"), ("head", "channel")),
     "indices": ("batch",),
 }
-STRIDES = tuple(f"{name}_{each}" for name, dimensions in DIMENSIONS.items() for each in dimensions)
+STRIDES = tuple(f"{name}_{axis}" for name, axes in DIMENSIONS.items() for axis in axes)
 
 _FORMATS = {name: number for number, name in enumerate(DTYPES)}
 
@@ -96,8 +96,8 @@ class StepProblem:
         }
         strides = dict(zip(STRIDES, self.strides, strict=True))
         return any(
-            sum(sizes[each] * abs(strides[f"{name}_{each}"]) for each in dimensions) >= 2**31
-            for name, dimensions in DIMENSIONS.items()
+            sum(sizes[axis] * abs(strides[f"{name}_{axis}"]) for axis in axes) >= 2**31
+            for name, axes in DIMENSIONS.items()
             if name != "state"
         )
 

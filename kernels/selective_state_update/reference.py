@@ -45,16 +45,16 @@ def step(
         sizes = sizes + dt_bias.to(compute)
     if dt_softplus:
         sizes = functional.softplus(sizes, threshold=20.0)
-    inward, outward = (_per_head(each.to(compute), state) for each in (B, C))
+    inward, outward = (_per_head(projection.to(compute), state) for projection in (B, C))
     rows = there = None
-    held = state
+    previous = state
     if indices is not None:
         slots = state.shape[0]
         there = (indices >= 0) & (indices < slots)
         rows = indices.long().clamp(0, max(slots - 1, 0))
-        held = state[rows] if slots else state.new_zeros((x.shape[0], *state.shape[1:]))
+        previous = state[rows] if slots else state.new_zeros((x.shape[0], *state.shape[1:]))
     gates = torch.exp(sizes.unsqueeze(-1) * A.to(compute))
-    new = gates * held.to(compute) + (sizes * wide).unsqueeze(-1) * inward
+    new = gates * previous.to(compute) + (sizes * wide).unsqueeze(-1) * inward
     y = (new * outward).sum(-1)
     if D is not None:
         y = y + D.to(compute) * wide

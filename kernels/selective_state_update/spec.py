@@ -7,7 +7,7 @@ as in Mamba-2; ``generic`` takes any strides, dtypes and number of states.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 
 from scan_registry.kernels.model import (
@@ -145,7 +145,7 @@ def _sample(dtype: str, access: str) -> Sample:
         groups=1,
         slots=batch,
         dtypes=tuple("float32" if name in ("A", "D") else dtype for name in FORMATTED),
-        strides=tuple(sizes[name][each] for name in DIMENSIONS for each in DIMENSIONS[name]),
+        strides=tuple(sizes[name][axis] for name, axes in DIMENSIONS.items() for axis in axes),
         softplus=True,
         aligned=access == "aligned",
     )
@@ -157,5 +157,5 @@ FAMILY = Family(
     summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step",
     folder=Path(__file__).parent,
     kernels=(_KERNEL,),
-    samples=tuple(_sample(*each) for each in product(DTYPES, ("aligned", "generic"))),
+    samples=tuple(starmap(_sample, product(DTYPES, ("aligned", "generic")))),
 )
