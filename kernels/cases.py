@@ -6,10 +6,13 @@ A family's ``cases.py`` draws random problems, with what its float64 reference m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+_Tensor = TypeVar("_Tensor", Tensor, "Tensor | None")
 
 
 class Launched(Protocol):
@@ -19,14 +22,28 @@ class Launched(Protocol):
     def tensors(self) -> Mapping[str, Tensor | None]: ...
 
 
-class Case(Launched, Protocol):
+@dataclass(frozen=True)
+class Case:
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
 
-    @property
-    def problem(self) -> Any: ...
+    problem: Any
+    tensors: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
 
     def error(self) -> float:
         """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
+        return max(self.errors().values(), default=0.0)
+
+    def errors(self) -> dict[str, float]:
+        """Of each output."""
+        outputs = {name: there(self.tensors[name]) for name in self.expected}
+        return {
+            name: self.error_of(name, out, self.expected[name]) for name, out in outputs.items()
+        }
+
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        """Of one output."""
+        return relative_error(out, expected)
 
 
 class Trial(Protocol):
@@ -51,6 +68,38 @@ class Cases(Protocol):
 
     def trials(self, dtype: str, shapes: Any, device: torch.device | str) -> Iterator[Trial]:
         """A few for each shape, between them with every option."""
+
+
+def there(tensor: Tensor | None) -> Tensor:
+    """A tensor that must not be null."""
+    assert tensor is not None
+    return tensor
+
+
+def on_device(tensors: Mapping[str, _Tensor], device: torch.device | str) -> dict[str, _Tensor]:
+    """The tensors there; None stays."""
+    return {name: t if t is None else t.to(device) for name, t in tensors.items()}
+
+
+def in_float64(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Those of floating-point numbers in float64, the others as they are."""
+    return {
+        n: t.double() if t is not None and t.is_floating_point() else t for n, t in tensors.items()
+    }
+
+
+def random_cu_seqlens(time: int) -> Tensor:
+    """Bounds of random sequences, the first of them empty and another one perhaps."""
+    cuts = torch.randint(0, time + 1, (min(7, time),)).sort().values
+    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
+
+
+def with_gaps(tensor: Tensor, gap: int) -> Tensor:
+    """A copy with gaps between its rows, and one element before the first; of gap 0, without any."""
+    *rows, length = tensor.shape
+    memory = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
+    flat = memory[1:] if gap else memory[:-1]
+    return flat.view(*rows, length + gap)[..., :length].copy_(tensor)
 
 
 def relative_error(

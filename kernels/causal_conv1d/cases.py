@@ -13,7 +13,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import in_float64, on_device, relative_error, there
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.kernels.causal_conv1d.problem import (
     STRIDED,
@@ -93,32 +94,20 @@ _KERNELS: dict[str, tuple[Layout, Direction]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(cases.Case):
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect. ``sums`` is what
     ``partials`` are to add up to."""
 
     problem: ConvProblem | ReductionProblem | UpdateProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
 
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        worst = 0.0
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            among = None
-            if name == "partials":
-                out = out.double().sum(0)
-            if isinstance(
-                self.problem, ReductionProblem
-            ):  # few sums of many terms, which may cancel
-                terms = self.tensors["partials"]
-                assert terms is not None
-                among = terms.double() * len(terms) ** 0.5
-            error = relative_error(out, expected, among) if expected.numel() else 0.0
-            worst = max(worst, error)
-        return worst
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        if not expected.numel():
+            return 0.0
+        among = None
+        if isinstance(self.problem, ReductionProblem):  # few sums of many terms, which may cancel
+            terms = there(self.tensors["partials"])
+            among = terms.double() * len(terms) ** 0.5
+        return relative_error(out.double().sum(0) if name == "partials" else out, expected, among)
 
 
 @dataclass(frozen=True)
@@ -153,7 +142,7 @@ class Trial:
             tensors["final_state_grad"] = _copy(self.inputs["final_state_grad"])
         for name in STRIDED[direction]:
             drawn = self.inputs.get(name)
-            blank = torch.full_like(_there(self.inputs["x"]), torch.nan)
+            blank = torch.full_like(there(self.inputs["x"]), torch.nan)
             tensors[name] = _placed(blank if drawn is None else drawn, layout, aligned)
         narrow = getattr(torch, self.dtype)
         expected = {
@@ -165,10 +154,10 @@ class Trial:
         if direction == "forward" and "final_state" in expected and self.setting.sequences:
             # Kernels write none for sequences without steps.
             start = self.inputs["initial_state"]
-            _there(tensors["final_state"]).copy_(torch.zeros(()) if start is None else start)
+            there(tensors["final_state"]).copy_(torch.zeros(()) if start is None else start)
         if direction == "backward" and "initial_state_grad" in expected and self.setting.sequences:
             ends = self.inputs["final_state_grad"]
-            _there(tensors["initial_state_grad"]).copy_(torch.zeros(()) if ends is None else ends)
+            there(tensors["initial_state_grad"]).copy_(torch.zeros(()) if ends is None else ends)
         problem = self._problem(layout, direction, tensors)
         if direction == "backward":
             # As many as any variant writes; what one does not write is zero.
@@ -186,7 +175,7 @@ class Trial:
     def _problem(
         self, layout: Layout, direction: Direction, tensors: dict[str, Tensor | None]
     ) -> ConvProblem:
-        placed = [_there(tensors[name]) for name in STRIDED[direction]]
+        placed = [there(tensors[name]) for name in STRIDED[direction]]
         batch, channels, time = self.shape
         return ConvProblem(
             direction=direction,
@@ -209,7 +198,7 @@ class Trial:
         batch, channels, _ = self.shape
         width = self.setting.width
         output = "float32" if aligned else self.dtype
-        device = _there(self.inputs["x"]).device
+        device = there(self.inputs["x"]).device
         partials = torch.randn(37 * batch, width + 1, channels).to(device)
         sums = partials.double().sum(0)
         expected = {"weight_grad": sums[:width].flip(0).T.contiguous(), "bias_grad": sums[width]}
@@ -229,7 +218,7 @@ class Trial:
         """Of the first steps of the trial; with a ring and rows by number unless ``aligned``."""
         batch, channels, time = self.shape
         setting = self.setting
-        x = _there(self.inputs["x"])[..., : 1 if aligned else min(3, time)]
+        x = there(self.inputs["x"])[..., : 1 if aligned else min(3, time)]
         x = _placed(x, "time_last", aligned)
         steps, slots, device = x.shape[2], batch + 2, x.device
         # Inputs of Mamba's states lie together by four.
@@ -251,7 +240,7 @@ class Trial:
         y = reference.update(
             x.double(),
             after,
-            _there(weight).double(),
+            there(weight).double(),
             None if bias is None else bias.double(),
             positions,
             indices,
@@ -277,18 +266,13 @@ class Trial:
             length=length,
             strides=(
                 Strides(*x.stride()),
-                Strides(*_there(tensors["state"]).stride()),
+                Strides(*there(tensors["state"]).stride()),
                 Strides(*out.stride()),
             ),
             silu=setting.silu,
             wide_weights=setting.wide and self.dtype != "float32",
         )
         return Case(problem, tensors, {"y": y, "state": after})
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -328,16 +312,13 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "y_grad": new(*shape),
         "final_state_grad": new(*of_state) if setting.ends else None,
     }
-    wide = {
-        name: t.double() if t is not None and t.is_floating_point() else t
-        for name, t in inputs.items()
-    }
+    wide = in_float64(inputs)
     runs = reference.Runs(wide["seq_idx"], wide["cu_seqlens"])
-    filters = _there(wide["weight"]), wide["bias"], wide["initial_state"]
-    x = _there(wide["x"])
+    filters = there(wide["weight"]), wide["bias"], wide["initial_state"]
+    x = there(wide["x"])
     y, final = reference.forward(x, *filters, runs, setting.silu, setting.ends)
     grads = reference.backward(
-        x, *filters, _there(wide["y_grad"]), wide["final_state_grad"], runs, setting.silu
+        x, *filters, there(wide["y_grad"]), wide["final_state_grad"], runs, setting.silu
     )
     expected = {"y": y, "x_grad": grads.x}
     expected["partials"] = torch.cat([grads.weight.flip(1).T, grads.bias.unsqueeze(0)])
@@ -349,8 +330,8 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in inputs.items()},
-        {name: t.contiguous().to(device) for name, t in expected.items()},
+        on_device(inputs, device),
+        on_device({name: t.contiguous() for name, t in expected.items()}, device),
     )
 
 

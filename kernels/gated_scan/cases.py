@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import on_device, random_cu_seqlens, relative_error, with_gaps
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
@@ -92,29 +93,17 @@ _ENTERING = {"final_state": "initial_state", "initial_state_grad": "final_state_
 
 
 @dataclass(frozen=True)
-class Case:
-    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+class Case(cases.Case):
+    """With the terms of its trial."""
 
     problem: GatedScanProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
     terms: dict[str, Tensor]
 
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        return max(self.errors().values())
-
-    def errors(self) -> dict[str, float]:
-        """Of each output. States are steps of a sequence, and may be few of them."""
-        errors = {}
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            if name == "parameters_grad":
-                out = out.double().sum(0)
-            among = self.expected.get(_SEQUENCE_OF.get(name, ""))
-            errors[name] = relative_error(out, expected, among, self.terms.get(name))
-        return errors
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        """States are steps of a sequence, and may be few of them."""
+        whole = out.double().sum(0) if name == "parameters_grad" else out
+        among = self.expected.get(_SEQUENCE_OF.get(name, ""))
+        return relative_error(whole, expected, among, self.terms.get(name))
 
 
 @dataclass(frozen=True)
@@ -221,23 +210,15 @@ def _placed(name: str, tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
     """Of a sequence, a copy with the layout's dimension contiguous; unless ``aligned``, off the 16-byte grid and with gaps
     between its rows, other ones than those of sequences of other strides. The same of a reset, along time."""
     if name == "reset":
-        return _with_gaps(tensor, 0 if aligned else 5)
+        return with_gaps(tensor, 0 if aligned else 5)
     if name not in _SEQUENCES:
         return tensor
     gaps = {"states": 5, "states_grad": 9} | dict.fromkeys(_INPUT_GRADS, 7)
     turned = layout == "channel_last"
-    copy = _with_gaps(
+    copy = with_gaps(
         tensor.transpose(1, 2) if turned else tensor, 0 if aligned else gaps.get(name, 3)
     )
     return copy.transpose(1, 2) if turned else copy
-
-
-def _with_gaps(tensor: Tensor, gap: int) -> Tensor:
-    """A copy with gaps between its rows, and one before the first."""
-    *rows, length = tensor.shape
-    memory = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
-    flat = memory[1:] if gap else memory[:-1]
-    return flat.view(*rows, length + gap)[..., :length].copy_(tensor)
 
 
 # --- Drawing ----------------------------------------------------------------------------------
@@ -253,7 +234,7 @@ def draw(
     sequences = {name: (size * torch.randn(shape)).to(narrow) for name in kind.inputs}
     if "gates" in sequences:  # given, and not to grow
         sequences["gates"] = (1 - torch.rand(shape) ** 3).to(narrow)
-    offsets = _offsets(time) if setting.packed else None
+    offsets = random_cu_seqlens(time) if setting.packed else None
     of_state = (batch, channels) if offsets is None else (batch, channels, len(offsets) - 1)
     initial, final_grad = torch.randn(2, *of_state).unbind() if setting.states else (None, None)
     # The parameter of RG-LRU makes gates from 0.3 on at the slowest; a lower bound is from 0 to 1.
@@ -279,9 +260,9 @@ def draw(
         kind_name,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in inputs.items()},
-        {name: t.to(device) for name, t in expected.items()},
-        {name: t.to(device) for name, t in terms.items()},
+        on_device(inputs, device),
+        on_device(expected, device),
+        on_device(terms, device),
     )
 
 
@@ -291,12 +272,6 @@ def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) ->
     for shape in shapes:
         for kind in KINDS:
             yield draw(shape, kind, next(settings), dtype, device)
-
-
-def _offsets(time: int) -> Tensor:
-    """Bounds of random sequences, the first of them empty and another one perhaps."""
-    cuts = torch.randint(0, time + 1, (min(7, time),)).sort().values
-    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
 
 
 # --- Solving ----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import on_device, random_cu_seqlens, relative_error, with_gaps
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,
@@ -132,27 +133,18 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(cases.Case):
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
 
     problem: LinearScanProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
 
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written. States are steps of a
-        sequence, and may be few of them."""
-        worst = 0.0
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            if self.problem.direction == "reduction":
-                out = out.sum(0)
-            among = self.expected.get(SEQUENCE_OF.get(name, ""))
-            if self.problem.direction == "summary" and name == "final_state":
-                among = self.tensors["tokens"]
-            worst = max(worst, relative_error(out, expected, among))
-        return worst
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        """States are steps of a sequence, and may be few of them."""
+        among = self.expected.get(SEQUENCE_OF.get(name, ""))
+        if self.problem.direction == "summary" and name == "final_state":
+            among = self.tensors["tokens"]
+        whole = out.sum(0) if self.problem.direction == "reduction" else out
+        return relative_error(whole, expected, among)
 
 
 @dataclass(frozen=True)
@@ -301,7 +293,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     tokens, states_grad = (size * torch.randn(full, dtype=narrow) for _ in range(2))
     if len(setting.broadcast) == len(full):  # one sum of everything, which must not cancel
         tokens, states_grad = tokens.abs().to(narrow), states_grad.abs().to(narrow)
-    offsets = _offsets(time) if setting.packed else None
+    offsets = random_cu_seqlens(time) if setting.packed else None
     initial = final_grad = None
     if setting.states:
         of_state = full[:3] if offsets is None else (*full[:3], len(offsets) - 1)
@@ -340,8 +332,8 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         shape,
         setting,
         dtype,
-        inputs={name: None if t is None else t.to(device) for name, t in inputs.items()},
-        expected={name: t.to(device) for name, t in expected.items()},
+        inputs=on_device(inputs, device),
+        expected=on_device(expected, device),
     )
 
 
@@ -379,12 +371,6 @@ def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) ->
                 yield draw(shape, setting, dtype, device)
 
 
-def _offsets(time: int) -> Tensor:
-    """Bounds of random sequences, the first of them empty and another one perhaps."""
-    cuts = torch.randint(0, time + 1, (min(7, time),)).sort().values
-    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
-
-
 def _state_strides(shape: tuple[int, ...]) -> Strides:
     strides = torch.empty(shape, device="meta").stride()
     outer, batch, channel, *between = strides
@@ -395,11 +381,4 @@ def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
     """A copy with the layout's dimension contiguous; unless ``aligned``, off the 16-byte grid and with
     gaps between its rows."""
     order = (0, 1, 2, 3) if layout == "time_last" else (0, 1, 3, 2)
-    moved = tensor.permute(order)
-    gap = 0 if aligned else 3
-    *rows, length = moved.shape
-    memory = torch.empty(
-        [moved.numel() // length * (length + gap) + 1], dtype=tensor.dtype, device=tensor.device
-    )
-    flat = memory[:-1] if aligned else memory[1:]
-    return flat.view(*rows, length + gap)[..., :length].copy_(moved).permute(order)
+    return with_gaps(tensor.permute(order), 0 if aligned else 3).permute(order)

@@ -13,7 +13,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import in_float64, on_device, relative_error, there
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import (
     SIZES,
@@ -96,24 +97,17 @@ _GAP = 16  # elements between rows that have gaps
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(cases.Case):
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
 
     problem: RnnProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
 
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        worst = 0.0
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            parts = zip(out, expected, strict=True) if name in _BY_STATE else [(out, expected)]
-            if name == "cache" and self.problem.function == "slstm":
-                parts = [(_factors(out), _factors(expected))]
-            worst = max(worst, *(relative_error(one, other) for one, other in parts))
-        return worst
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        if name in _BY_STATE:
+            return max(map(relative_error, out, expected))
+        if name == "cache" and self.problem.function == "slstm":
+            out, expected = _factors(out), _factors(expected)
+        return relative_error(out, expected)
 
 
 def _factors(cache: Tensor) -> Tensor:
@@ -227,19 +221,12 @@ def draw(
         final[graded:] = 0
         inputs_of_all["final_grad"] = final
     if function == "slstm" and setting.starts:
-        initial = inputs_of_all["initial"]
-        assert initial is not None
+        initial = there(inputs_of_all["initial"])
         initial[2] = initial[2].abs() + 1
         initial[1:3, ..., ::3] = 0  # where i decides
     inputs, expected = _solved(function, setting, inputs_of_all, narrow)
-    moved = {
-        key: {name: None if t is None else t.to(device) for name, t in of_kernel.items()}
-        for key, of_kernel in inputs.items()
-    }
-    wanted = {
-        key: {name: t.to(device) for name, t in of_kernel.items()}
-        for key, of_kernel in expected.items()
-    }
+    moved = {key: on_device(of_kernel, device) for key, of_kernel in inputs.items()}
+    wanted = {key: on_device(of_kernel, device) for key, of_kernel in expected.items()}
     return Trial(function, shape, setting, dtype, moved, wanted)
 
 
@@ -251,13 +238,9 @@ def _solved(
 ]:
     """What each kernel takes, and what it is to make of that."""
     sizes, clips = SIZES[function], setting.clips
-    wide = {name: None if t is None else t.double() for name, t in drawn.items()}
+    wide = in_float64(drawn)
     reset = drawn["reset"]
-    x, r, b, grad = (wide[name] for name in ("inputs", "recurrent", "bias", "states_grad"))
-    assert x is not None
-    assert r is not None
-    assert b is not None
-    assert grad is not None
+    x, r, b, grad = (there(wide[name]) for name in ("inputs", "recurrent", "bias", "states_grad"))
     states, cache = reference.forward(function, x, r, b, wide["initial"], clips, reset)
     gates_grad, initial_grad = reference.backward(
         function, r, states, wide["initial"], cache, grad, wide["final_grad"], clips, reset=reset
@@ -291,10 +274,7 @@ def _solve_step(
 ) -> None:
     """The first step of the same: R·h is drawn, and the states before it are in float32."""
     sizes, clips = SIZES[function], setting.clips
-    x, bias, grad = drawn["inputs"], drawn["bias"], drawn["states_grad"]
-    assert x is not None
-    assert bias is not None
-    assert grad is not None
+    x, bias, grad = (there(drawn[name]) for name in ("inputs", "bias", "states_grad"))
     batch, _, _, heads, dim = x.shape
     initial = drawn["initial"]
     before = torch.zeros_like(states[:, :, 0]) if initial is None else initial.double()

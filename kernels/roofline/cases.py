@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.cases import Case
 from scan_registry.kernels.roofline import reference
 from scan_registry.kernels.roofline.spec import PATTERNS, RooflineProblem
 
@@ -20,24 +20,6 @@ TOLERANCE = {"float32": 1e-6}
 QUICK = (3, 4097, 100_000)
 SMALL = QUICK
 THOROUGH = (1, 4, 255, 1024, 4095, 4097, 16_386, 1_000_003, 20_000_000)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One launch to make: pointer parameters by name, outputs poisoned, and what to expect."""
-
-    problem: RooflineProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
-
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        worst = 0.0
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            worst = max(worst, relative_error(out, expected))
-        return worst
 
 
 @dataclass(frozen=True)

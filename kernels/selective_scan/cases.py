@@ -9,7 +9,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import on_device, relative_error
 from scan_registry.kernels.selective_scan.problem import (
     DIRECTIONS,
     INTERVAL,
@@ -107,27 +108,15 @@ def summed(name: str, partial: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
+class Case(cases.Case):
+    """With the terms of its trial."""
 
     problem: SelectiveScanProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
     terms: dict[str, Tensor]
 
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        return max(self.errors().values())
-
-    def errors(self) -> dict[str, float]:
-        """Of each output."""
-        errors = {}
-        for name, expected in self.expected.items():
-            out = self.tensors[name]
-            assert out is not None
-            whole = summed(name, out.double()) if name in _SUMS else out
-            errors[name] = relative_error(whole, expected, terms=self.terms.get(name))
-        return errors
+    def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
+        whole = summed(name, out.double()) if name in _SUMS else out
+        return relative_error(whole, expected, terms=self.terms.get(name))
 
 
 @dataclass(frozen=True)
@@ -273,9 +262,9 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in inputs.items()},
-        {name: t.to(device) for name, t in expected.items()},
-        {name: t.to(device) for name, t in solution.terms.items()},
+        on_device(inputs, device),
+        on_device(expected, device),
+        on_device(solution.terms, device),
     )
 
 

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.cases import Case, in_float64, on_device, there
 from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.problem import (
     DIMENSIONS,
@@ -78,22 +78,6 @@ _TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
 
 
 @dataclass(frozen=True)
-class Case:
-    """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
-
-    problem: StepProblem
-    tensors: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
-
-    def error(self) -> float:
-        """‖out − ref‖ / ‖ref‖ of the worst output; infinite if one was not wholly written."""
-        return max(
-            relative_error(_there(self.tensors[name]), value)
-            for name, value in self.expected.items()
-        )
-
-
-@dataclass(frozen=True)
 class Trial:
     """Inputs of one problem in one dtype, and the results in float64."""
 
@@ -118,7 +102,7 @@ class Trial:
             if value is not None:
                 tied = _TIED.get(name) if self.setting.tied else None
                 tensors[name] = _placed(value, aligned, tied)
-        x, state = _there(tensors["x"]), _there(tensors["state"])
+        x, state = there(tensors["x"]), there(tensors["state"])
         tensors["out"] = torch.full_like(x, torch.nan)
         batch, heads, channels, states = self.shape
         unit = 16 // state.element_size()
@@ -134,7 +118,7 @@ class Trial:
             heads=heads,
             channels=channels,
             states=states,
-            groups=_there(tensors["B"]).shape[1],
+            groups=there(tensors["B"]).shape[1],
             slots=state.shape[0],
             dtypes=tuple("float32" if t is None else _name(t.dtype) for t in formatted),
             strides=tuple(strides),
@@ -143,11 +127,6 @@ class Trial:
             wide_indices=indices is not None and indices.dtype == torch.int64,
         )
         return Case(problem, tensors, self.expected)
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -211,14 +190,14 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         shape,
         setting,
         dtype,
-        {name: None if t is None else t.to(device) for name, t in inputs.items()},
-        {name: t.to(device) for name, t in expected.items()},
+        on_device(inputs, device),
+        on_device(expected, device),
     )
 
 
 def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The tensors of a kernel as the operator takes them: views, without a dimension of heads where there is one."""
-    state = _there(tensors["state"])
+    state = there(tensors["state"])
     views = dict(tensors)
     if state.shape[1] == 1:
         for name in ("state", "x", "dt", "z", "A", "D", "bias"):
@@ -230,17 +209,14 @@ def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | No
 
 def solved(inputs: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
     """The output and the state after it in float64."""
-    wide = {
-        name: t.double() if t is not None and t.is_floating_point() else t
-        for name, t in without_heads(inputs).items()
-    }
-    state = _there(wide["state"])
-    x, dt, A, B, C = (_there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
+    wide = in_float64(without_heads(inputs))
+    state = there(wide["state"])
+    x, dt, A, B, C = (there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
     rest = wide["D"], wide["z"], wide["bias"], setting.softplus, wide["indices"]
     out = reference.step(state, x, dt, A, B, C, *rest)
     return {
-        "out": out.view_as(_there(inputs["x"])),
-        "state": state.view_as(_there(inputs["state"])),
+        "out": out.view_as(there(inputs["x"])),
+        "state": state.view_as(there(inputs["state"])),
     }
 
 
