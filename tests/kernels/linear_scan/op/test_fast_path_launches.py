@@ -20,7 +20,8 @@ import ctypes, json
 from ctypes import CFUNCTYPE, POINTER, c_int, c_ubyte, c_size_t, c_uint, c_uint64, c_void_p
 import torch
 from scan_registry.hardware import _launcher
-from scan_registry.ops import call, derivatives, plans
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.ops import call
 
 said, status, context = [], 0, 1000
 
