@@ -193,6 +193,16 @@ class Tuning:
             distance, number = min(rows, default=(math.inf, 0))
             return None if math.isinf(distance) else (distance, self._row(*listed[number]))
 
+    def _check_types(self) -> None:
+        lists = isinstance(self.kinds, Mapping) and isinstance(self.names, list)
+        if not (lists and isinstance(self.exclusive, bool) and isinstance(self.model, Mapping)):
+            raise TypeError("a field of another type")
+        texts = self.gpu, self.date, *self.names, *self.labels, *self.kinds.values()
+        models = all(isinstance(model, Mapping) for model in self.model.values())
+        counted = not self.model or self.sm_count > 0
+        if not (models and counted and all(isinstance(text, str) for text in texts)):
+            raise TypeError("a field of another type")
+
     @classmethod
     def from_json(cls, record: Any) -> Tuning:
         """What ``asdict`` gave; ``ValueError`` for anything else. Rows are read when they are asked for,
@@ -200,19 +210,7 @@ class Tuning:
         try:
             tuning = cls(**record)
             capability_of(tuning.arch)
-            if not (
-                isinstance(tuning.kinds, Mapping)
-                and all(isinstance(rows, str) for rows in tuning.kinds.values())
-                and isinstance(tuning.names, list)
-                and all(isinstance(word, str) for word in (*tuning.names, *tuning.labels))
-                and isinstance(tuning.gpu, str)
-                and isinstance(tuning.date, str)
-                and isinstance(tuning.exclusive, bool)
-                and isinstance(tuning.model, Mapping)
-                and all(isinstance(model, Mapping) for model in tuning.model.values())
-                and (not tuning.model or tuning.sm_count > 0)
-            ):
-                raise TypeError("a field of another type")
+            tuning._check_types()
         except (KeyError, TypeError) as error:
             raise ValueError(f"{record!r} is not a kernel's tuning") from error
         return tuning

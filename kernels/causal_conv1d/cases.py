@@ -88,6 +88,8 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("y", "final_state"),
     "backward": ("x_grad", "initial_state_grad"),
 }
+#: Of states, the one that sequences without steps leave as it is.
+_ENTERING = {"final_state": "initial_state", "initial_state_grad": "final_state_grad"}
 _KERNELS: dict[str, tuple[Layout, Direction]] = {
     f"{layout}_{direction}": (layout, direction) for layout in LAYOUTS for direction in DIRECTIONS
 }
@@ -131,7 +133,7 @@ class Trial:
         """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps between rows
         and off the boundaries of 16 bytes."""
         if kernel == "reduction":
-            return self._reduction(aligned)
+            return self._reduction()
         if kernel == "update":
             return self._update(aligned)
         layout, direction = _KERNELS[kernel]
@@ -144,33 +146,26 @@ class Trial:
             drawn = self.inputs.get(name)
             blank = torch.full_like(there(self.inputs["x"]), torch.nan)
             tensors[name] = _placed(blank if drawn is None else drawn, layout, aligned)
-        narrow = getattr(torch, self.dtype)
         expected = {
             name: self.expected[name] for name in OUTPUTS[direction] if name in self.expected
         }
         for name, value in expected.items():
             if name not in tensors:
-                tensors[name] = torch.full_like(value, torch.nan, dtype=narrow)
-        if direction == "forward" and "final_state" in expected and self.setting.sequences:
-            # Kernels write none for sequences without steps.
-            start = self.inputs["initial_state"]
-            there(tensors["final_state"]).copy_(torch.zeros(()) if start is None else start)
-        if direction == "backward" and "initial_state_grad" in expected and self.setting.sequences:
-            ends = self.inputs["final_state_grad"]
-            there(tensors["initial_state_grad"]).copy_(torch.zeros(()) if ends is None else ends)
+                tensors[name] = self._poisoned(name, value)
         problem = self._problem(layout, direction, tensors)
         if direction == "backward":
-            # As many as any variant writes; what one does not write is zero.
-            kernels = FAMILY.kernel(kernel, "cuda")
-            most = max(
-                pieces(v, problem)
-                for v in kernels.variants
-                if not kernels.rules.accepts(v, problem)
-            )
-            of = self.expected["partials"]
+            of = expected["partials"] = self.expected["partials"]
+            most = _most_pieces(kernel, problem)
             tensors["partials"] = torch.zeros(most, *of.shape, device=of.device)
-            expected["partials"] = of
         return Case(problem, tensors, expected)
+
+    def _poisoned(self, name: str, like: Tensor) -> Tensor:
+        """Memory for an output. Kernels write none for sequences without steps, which keep the state that enters."""
+        out = torch.full_like(like, torch.nan, dtype=getattr(torch, self.dtype))
+        if name in _ENTERING and self.setting.sequences:
+            entering = self.inputs[_ENTERING[name]]
+            out.copy_(torch.zeros(()) if entering is None else entering)
+        return out
 
     def _problem(
         self, layout: Layout, direction: Direction, tensors: dict[str, Tensor | None]
@@ -193,26 +188,20 @@ class Trial:
             wide_weights=self.setting.wide and self.dtype != "float32",
         )
 
-    def _reduction(self, aligned: bool) -> Case:
-        """Of pieces that are drawn; the gradients in float32, or in the trial's dtype."""
+    def _reduction(self) -> Case:
+        """Of pieces that are drawn; the gradients in float32."""
         batch, channels, _ = self.shape
         width = self.setting.width
-        output = "float32" if aligned else self.dtype
         device = there(self.inputs["x"]).device
         partials = torch.randn(37 * batch, width + 1, channels).to(device)
         sums = partials.double().sum(0)
         expected = {"weight_grad": sums[:width].flip(0).T.contiguous(), "bias_grad": sums[width]}
-        if output != "float32":
-            # The binary is judged as one of float32.
-            expected = {n: t.to(getattr(torch, output)).double() for n, t in expected.items()}
-            output = "float32"
         tensors: dict[str, Tensor | None] = {
-            name: torch.full_like(value, torch.nan, dtype=getattr(torch, output))
+            name: torch.full_like(value, torch.nan, dtype=torch.float32)
             for name, value in expected.items()
         }
         tensors["partials"] = partials
-        expected = {"weight_grad": sums[:width].flip(0).T.contiguous(), "bias_grad": sums[width]}
-        return Case(ReductionProblem(output, 37 * batch, channels, width), tensors, expected)
+        return Case(ReductionProblem("float32", 37 * batch, channels, width), tensors, expected)
 
     def _update(self, aligned: bool) -> Case:
         """Of the first steps of the trial; with a ring and rows by number unless ``aligned``."""
@@ -273,6 +262,12 @@ class Trial:
             wide_weights=setting.wide and self.dtype != "float32",
         )
         return Case(problem, tensors, {"y": y, "state": after})
+
+
+def _most_pieces(kernel: str, problem: ConvProblem) -> int:
+    """As many as any variant writes; what one does not write is zero."""
+    of = FAMILY.kernel(kernel, "cuda")
+    return max(pieces(v, problem) for v in of.variants if not of.rules.accepts(v, problem))
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:

@@ -14,9 +14,9 @@ from scan_registry.kernels.gated_scan.problem import (
     Direction,
     GatedScanProblem,
     Layout,
-    Strides,
 )
-from scan_registry.kernels.model import ITEM_SIZE, Sample
+from scan_registry.kernels.linear_scan.problem import sample_facts
+from scan_registry.kernels.model import Sample
 
 #: The kind with all problems; and the dtype and access that the problems of the other kinds have.
 _KIND, _DTYPE, _ACCESS = "min_gru", "bfloat16", "aligned"
@@ -37,23 +37,5 @@ def _samples() -> Iterator[Sample]:
 
 
 def _sample(kind: str, layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
-    batch, channels, time = (8, 1024, 2048) if access == "aligned" else (8, 1021, 2039)
-    strides = (
-        Strides(0, channels * time, time, 1)
-        if layout == "time_last"
-        else Strides(0, channels * time, 1, channels)
-    )
-    problem = GatedScanProblem(
-        direction=direction,
-        layout=layout,
-        dtype=dtype,
-        gates_dtype=dtype,
-        outer=1,
-        batch=batch,
-        channels=channels,
-        time=time,
-        strides=(*(strides,) * (len(STRIDED[direction]) - 1), Strides(0, channels, 1, 0)),
-        alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
-        kind=kind,
-    )
-    return Sample(problem, dtype, access)
+    facts = sample_facts(layout, dtype, access, len(STRIDED[direction]) - 1)
+    return Sample(GatedScanProblem(direction=direction, kind=kind, **facts), dtype, access)

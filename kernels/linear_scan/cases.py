@@ -178,18 +178,10 @@ class Trial:
         layout, direction = _KERNELS[kernel]
         if direction == "summary" and "final_gate" not in self.expected:
             return self._summarized().case(kernel, aligned=aligned)
-        expected = {name: self.expected[name] for name in OUTPUTS[direction]}
-        if direction == "reduction":
-            expected = {"gates_grad": self.expected["reduced_gates_grad"]}
-        elif sums:
-            expected["gates_grad"] = self.expected["gates_grad_sums"]
-        elif self.setting.broadcast:
-            expected.pop("gates_grad", None)
-        if not self.setting.states:
-            expected.pop("initial_state_grad", None)
+        expected = self._expected(direction, sums)
         tensors: dict[str, Tensor | None] = {
-            name: _placed(t, layout, aligned) if t is not None and name in _SEQUENCES else t
-            for name, t in self.inputs.items()
+            name: _copied(name, tensor, layout, aligned)
+            for name, tensor in self.inputs.items()
             if name not in OUTPUTS[direction]
         }
         for name, value in expected.items():
@@ -199,12 +191,6 @@ class Trial:
         sequences = {n: t for n, t in tensors.items() if t is not None and n in _SEQUENCES}
         if sums:
             del sequences["gates_grad"]
-        strides = {n: Strides(*t.expand(self._full).stride()) for n, t in sequences.items()}
-        strides["grads"] = strides.get("tokens_grad", Strides(0, 0, 0, 0))
-        strides["state"] = _state_strides(self._state_shape)
-        if direction == "reduction":
-            gates = sequences["gates"].contiguous()
-            strides["gates_grad"] = Strides(*gates.expand(self._full).stride())
         outer, batch, channels, time = self._full
         problem = LinearScanProblem(
             direction=direction,
@@ -217,7 +203,7 @@ class Trial:
             time=time,
             sequences=self._sequences,
             reverse=self.setting.reverse,
-            strides=tuple(strides[name] for name in STRIDED[direction]),
+            strides=self._strides(direction, sequences),
             alignment=common_alignment(t.data_ptr() for t in sequences.values()),
             sums=sums,
         )
@@ -225,6 +211,27 @@ class Trial:
             pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
             tensors["gates_grad"] = self._poison("state", expected["gates_grad"].expand(pieces))
         return Case(problem, tensors, expected)
+
+    def _expected(self, direction: Direction, sums: bool) -> dict[str, Tensor]:
+        if direction == "reduction":
+            return {"gates_grad": self.expected["reduced_gates_grad"]}
+        expected = {name: self.expected[name] for name in OUTPUTS[direction]}
+        if sums:
+            expected["gates_grad"] = self.expected["gates_grad_sums"]
+        elif self.setting.broadcast:
+            expected.pop("gates_grad", None)
+        if not self.setting.states:
+            expected.pop("initial_state_grad", None)
+        return expected
+
+    def _strides(self, direction: Direction, sequences: dict[str, Tensor]) -> tuple[Strides, ...]:
+        strides = {n: Strides(*t.expand(self._full).stride()) for n, t in sequences.items()}
+        strides["grads"] = strides.get("tokens_grad", Strides(0, 0, 0, 0))
+        strides["state"] = _state_strides(self._state_shape)
+        if direction == "reduction":
+            gates = sequences["gates"].contiguous()
+            strides["gates_grad"] = Strides(*gates.expand(self._full).stride())
+        return tuple(strides[name] for name in STRIDED[direction])
 
     def _summarized(self) -> Trial:
         """A summary knows no states before the scan, and takes packed sequences for one."""
@@ -375,6 +382,11 @@ def _state_strides(shape: tuple[int, ...]) -> Strides:
     strides = torch.empty(shape, device="meta").stride()
     outer, batch, channel, *between = strides
     return Strides(outer, batch, channel, *(between or [0]))
+
+
+def _copied(name: str, tensor: Tensor | None, layout: Layout, aligned: bool) -> Tensor | None:
+    """A sequence ``_placed``, another tensor as it is."""
+    return tensor if tensor is None or name not in _SEQUENCES else _placed(tensor, layout, aligned)
 
 
 def _placed(tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.model import ITEM_SIZE
@@ -211,3 +211,21 @@ class LinearScanProblem:
         for count, is_summed in zip(tiles, summed[2:], strict=True):
             pieces *= count if is_summed else 1
         return Reduction(groups, kept, tiles, pieces)
+
+
+def sample_facts(layout: Layout, dtype: str, access: str, sequences: int) -> dict[str, Any]:
+    """The fields of a usual problem with as many tensors along time, and a state."""
+    batch, channels, time = (8, 1024, 2048) if access == "aligned" else (8, 1021, 2039)
+    inner = (time, 1) if layout == "time_last" else (1, channels)
+    strides = Strides(0, channels * time, *inner)
+    return {
+        "layout": layout,
+        "dtype": dtype,
+        "gates_dtype": dtype,
+        "outer": 1,
+        "batch": batch,
+        "channels": channels,
+        "time": time,
+        "strides": (*(strides,) * sequences, Strides(0, channels, 1, 0)),
+        "alignment": 16 if access == "aligned" else ITEM_SIZE[dtype],
+    }

@@ -85,20 +85,7 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     """Columns whose rows have 32 to 512 bytes. For few channels, columns with 16 bytes for each lane, which are cut
     into segments."""
     item = ITEM_SIZE[dtype]
-    usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
-    for warps, (lanes_across, vector), (steps, stages) in (
-        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if item < 8 else ((16, 1),), usual),
-        *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(item, ())),
-        # Narrow columns are for problems that have one CTA for each SM.
-        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if item < 8 else ()),
-    ):
-        narrow = lanes_across == 16 and item < 8
-        if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
-            continue  # at least 3% slower than another tile on every tuned problem
-        tile = _column(warps, vector, steps, stages, lanes_across)
-        yield from resident(direction, dtype, tile, 2, access)
-        if warps == 16:  # more registers
-            yield from resident(direction, dtype, tile, 1, access)
+    yield from _serial_columns(direction, dtype, access)
     if access in (VARLEN, MISALIGNED):
         yield from (_misaligned_columns if access == MISALIGNED else _varlen_columns)(
             direction, dtype
@@ -113,6 +100,25 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
         yield from _multi_cta_columns(direction, dtype)
     yield from _single_wave_columns(direction, dtype)
     yield from _cut_columns(direction, dtype)
+
+
+def _serial_columns(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
+    """Columns that one CTA passes serially in time."""
+    item = ITEM_SIZE[dtype]
+    usual = ((4, 6), (8, 3), (8, 4), (8, 5), (16, 2), (16, 3))
+    for warps, (lanes_across, vector), (steps, stages) in (
+        *product((4, 8, 16), ((16, 1), (32, 1), (32, 2)) if item < 8 else ((16, 1),), usual),
+        *((warps, (32, 2), ring) for warps, ring in _BESIDE.get(item, ())),
+        # Narrow columns are for problems that have one CTA for each SM.
+        *product((4,), ((16, 1),), ((16, 5), (32, 3)) if item < 8 else ()),
+    ):
+        narrow = lanes_across == 16 and item < 8
+        if (warps == 16 and (steps == 4 or narrow)) or (warps == 8 and steps == 4 and narrow):
+            continue  # at least 3% slower than another tile on every tuned problem
+        tile = _column(warps, vector, steps, stages, lanes_across)
+        yield from resident(direction, dtype, tile, 2, access)
+        if warps == 16:  # more registers
+            yield from resident(direction, dtype, tile, 1, access)
 
 
 def _cut_columns(direction: Direction, dtype: str) -> Iterator[Tile]:

@@ -33,8 +33,8 @@ from scan_registry.kernels.linear_scan.problem import (
     Direction,
     Layout,
     LinearScanProblem,
-    Strides,
     ceil_div,
+    sample_facts,
     state_dtype,
 )
 from scan_registry.kernels.linear_scan.space import FAMILY_NAME, FOLDER, Tile, reductions, scans
@@ -387,25 +387,8 @@ def _triton_code(layout: Layout, direction: Direction) -> Code:
 
 
 def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
-    batch, channels, time = (8, 1024, 2048) if access == "aligned" else (8, 1021, 2039)
-    strides = (
-        Strides(0, channels * time, time, 1)
-        if layout == "time_last"
-        else Strides(0, channels * time, 1, channels)
-    )
-    problem = LinearScanProblem(
-        direction=direction,
-        layout=layout,
-        dtype=dtype,
-        gates_dtype=dtype,
-        outer=1,
-        batch=batch,
-        channels=channels,
-        time=time,
-        strides=(*(strides,) * (len(STRIDED[direction]) - 1), Strides(0, channels, 1, 0)),
-        alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
-    )
-    return Sample(problem, dtype, access)
+    facts = sample_facts(layout, dtype, access, len(STRIDED[direction]) - 1)
+    return Sample(LinearScanProblem(direction=direction, **facts), dtype, access)
 
 
 def _reduction(layout: Layout, language: Language) -> Kernel:

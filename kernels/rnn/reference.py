@@ -263,9 +263,10 @@ def backward(
     sizes, dtype = SIZES[function], states.dtype
     compute = compute_dtype(dtype)
     _, batch, time, heads, dim = states.shape
-    known, kept, by_step = (tensor.to(compute) for tensor in (states, cache, states_grad))
+    known, kept, by_step = states.to(compute), cache.to(compute), states_grad.to(compute)
     extra = None if cache_grad is None else cache_grad.to(compute)
     start = _initial(initial, known[0], len(sizes.states))
+    earlier = start, *known.unbind(2)[:-1]
     weight = recurrent.to(compute).permute(1, 0, 2, 3).reshape(heads, -1, dim)
     gates: list[Tensor] = []
     grads = [*_initial(final_grad, known[0], len(sizes.states)).unbind(0)]
@@ -274,7 +275,7 @@ def backward(
     for t in reversed(range(time)):
         for k, grad in enumerate(by_step[:, :, t]):
             grads[k] = grads[k] + grad
-        before = known[:, :, t - 1] if t > 0 else start
+        before = earlier[t]
         if reset is not None and anew is not None:
             before = torch.where(_of_units(reset[:, t]), anew, before)
         gradients = step_back(

@@ -147,10 +147,7 @@ class Trial:
         direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, channels, time, states = self.shape
         narrow = getattr(torch, self.dtype)
-        tensors: dict[str, Tensor | None] = {}
-        for name, value in self.inputs.items():
-            placed = value is not None and name in _SEQUENCES
-            tensors[name] = self._placed(value, aligned) if placed and value is not None else value
+        tensors = {n: self._copied(n, value, aligned) for n, value in self.inputs.items()}
         expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
         cu_seqlens = self.inputs["cu_seqlens"]
         for name, value in expected.items():
@@ -182,36 +179,43 @@ class Trial:
             parts=parts,
             whole=(aligned and time % unit == 0 and cu_seqlens is None,) * 2,
         )
+        return Case(problem, tensors | self._in_float32(problem, expected), expected, self.terms)
+
+    def _in_float32(
+        self, problem: SelectiveScanProblem, expected: dict[str, Tensor]
+    ) -> dict[str, Tensor | None]:
+        """What a kernel takes or writes beside sequences and parameters; outputs are full of NaN."""
         device = self.expected["out"].device
-        if direction == "forward":
-            slots = time // INTERVAL + max(1, problem.sequences)
-            tensors["checkpoints"] = torch.zeros(batch, slots, channels, states, device=device)
-            tensors["final_state"] = torch.full_like(
-                expected["final_state"], torch.nan, dtype=torch.float32
-            )
-        elif direction == "adjoint":
-            for name, value in expected.items():
-                # Of a first part nothing is asked, and nothing is written.
-                poison = torch.full_like(value, torch.nan, dtype=torch.float32)
-                poison[:, :, 0] = 0
-                tensors[name] = poison
-        else:
-            for name in ("adjoints", "sizes") if parts > 1 else ():
-                tensors[name] = self.expected[name].float()
-            for name in _SUMS:
-                if name in expected:
-                    tensors[name] = torch.full(
-                        partial_shape(name, problem), torch.nan, device=device
-                    )
-            tensors["initial_grad"] = torch.full_like(
-                expected["initial_grad"], torch.nan, dtype=torch.float32
-            )
-            tensors["carries"] = torch.full((problem.carried,), torch.nan, device=device)
-        return Case(problem, tensors, expected, self.terms)
+
+        def poisoned(name: str) -> Tensor:
+            return torch.full_like(expected[name], torch.nan, dtype=torch.float32)
+
+        if problem.direction == "forward":
+            slots = problem.time // INTERVAL + max(1, problem.sequences)
+            of_checkpoints = problem.batch, slots, problem.channels, problem.states
+            checkpoints = torch.zeros(of_checkpoints, device=device)
+            return {"checkpoints": checkpoints, "final_state": poisoned("final_state")}
+        tensors: dict[str, Tensor | None] = {}
+        if problem.direction == "adjoint":
+            for name in expected:
+                out = tensors[name] = poisoned(name)
+                out[:, :, 0] = 0  # of a first part nothing is asked, and nothing is written
+            return tensors
+        tensors["initial_grad"] = poisoned("initial_grad")
+        for name in ("adjoints", "sizes") if problem.parts > 1 else ():
+            tensors[name] = self.expected[name].float()
+        for name in _SUMS:
+            if name in expected:
+                tensors[name] = torch.full(partial_shape(name, problem), torch.nan, device=device)
+        tensors["carries"] = torch.full((problem.carried,), torch.nan, device=device)
+        return tensors
 
     @property
     def _groups(self) -> int:
         return self.setting.groups if self.shape[1] % self.setting.groups == 0 else 1
+
+    def _copied(self, name: str, tensor: Tensor | None, aligned: bool) -> Tensor | None:
+        return tensor if tensor is None or name not in _SEQUENCES else self._placed(tensor, aligned)
 
     def _placed(self, tensor: Tensor, aligned: bool) -> Tensor:
         """A copy that lies along the layout's dimension, with gaps after its rows unless ``aligned``."""

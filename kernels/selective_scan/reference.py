@@ -14,6 +14,7 @@ packed along time.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,6 +148,14 @@ def checkpoints(
     return kept
 
 
+def _leaves(tensors: tuple[Tensor | None, ...], wanted: tuple[bool, ...], again: bool) -> list[Any]:
+    """The tensors as leaves of a new graph; with ``again``, those of the present graph as they are."""
+    return [
+        t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
+        for t, w in zip(tensors, wanted, strict=True)
+    ]
+
+
 def backward(
     tensors: tuple[Tensor | None, ...],
     delta_softplus: bool,
@@ -159,16 +168,8 @@ def backward(
     are in this order. They are differentiable themselves where derivatives are recorded."""
     again = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves = [
-            t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
-            for t, w in zip(tensors, wanted, strict=True)
-        ]
+        leaves = _leaves(tensors, wanted, again)
         u, delta, A, B, C, D, z, bias, initial = leaves
-        assert u is not None
-        assert delta is not None
-        assert A is not None
-        assert B is not None
-        assert C is not None
         outputs = forward(u, delta, A, B, C, D, z, bias, delta_softplus, initial, cu_seqlens)
     pairs = [
         (output, grad.to(output.dtype))

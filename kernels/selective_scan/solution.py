@@ -50,8 +50,7 @@ def solve(inputs: Mapping[str, Tensor | None], softplus: bool, parts: int) -> So
     skip = None if inputs["D"] is None else _double(inputs, "D")
     cu_seqlens = inputs["cu_seqlens"]
     time, batch, channels = u.shape
-    bounds = [0, time] if cu_seqlens is None else [int(x) for x in cu_seqlens.tolist()]
-    spans = [*pairwise(bounds)]
+    spans = [*pairwise([0, time] if cu_seqlens is None else cu_seqlens.tolist())]
     inward, outward = _of_channels(B, channels), _of_channels(C, channels)
 
     sizes = step_sizes(delta.transpose(1, 2), bias, softplus).transpose(1, 2)
@@ -93,16 +92,16 @@ def solve(inputs: Mapping[str, Tensor | None], softplus: bool, parts: int) -> So
         summands["D_grad"] = y_grad * u
     if bias is not None:
         summands["bias_grad"] = delta_grad
-    outputs |= {name: x.sum((0, 1)) for name, x in summands.items()}
+    sums, terms = _summed(summands)
+    outputs |= sums
     outputs |= {
         "final_state": finals.transpose(0, 1).contiguous(),
         "B_grad": _of_groups(reaching, sizes * u, B.shape[2]),
         "C_grad": _of_groups(states, y_grad, C.shape[2]),
         "initial_grad": initial_grad.transpose(0, 1).contiguous(),
     }
-    terms = {name: x.square().sum((0, 1)).sqrt() for name, x in summands.items()}
-    adjoints, sums = _handed_on(gates, sources, sizes, spans, parts)
-    return Solution(outputs, adjoints, sums, _checkpoints(states, initial, spans), terms)
+    adjoints, of_sizes = _handed_on(gates, sources, sizes, spans, parts)
+    return Solution(outputs, adjoints, of_sizes, _checkpoints(states, initial, spans), terms)
 
 
 # --- Tensors, steps first ---------------------------------------------------------------------
@@ -123,6 +122,12 @@ def _state(inputs: Mapping[str, Tensor | None], name: str, shape: Sequence[int])
     if inputs[name] is None:
         return torch.zeros(*shape, dtype=torch.float64)
     return _double(inputs, name).transpose(0, 1)
+
+
+def _summed(summands: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Their sums over steps and batches, and the root sum squares."""
+    sums = {name: x.sum((0, 1)) for name, x in summands.items()}
+    return sums, {name: x.square().sum((0, 1)).sqrt() for name, x in summands.items()}
 
 
 def _of_channels(projection: Tensor, channels: int) -> Tensor:

@@ -150,12 +150,22 @@ def _placed(tensor: Tensor, aligned: bool, tied: int | None) -> Tensor:
     return memory[..., 1].copy_(tensor)
 
 
+def _dtype_of(name: str, number: int, dtype: str, setting: Setting) -> torch.dtype:
+    """Of an input, the one of that number."""
+    if setting.mixed and name not in ("state", "x"):
+        dtype = DTYPES[number % len(DTYPES)]
+    elif setting.inputs and name in ("B", "C", "dt"):
+        dtype = setting.inputs
+    elif name in ("A", "D", "bias"):
+        dtype = "float32"
+    return getattr(torch, dtype)  # type: ignore[no-any-return]
+
+
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths."""
     batch, heads, channels, states = shape
     groups = setting.groups if (heads if heads > 1 else channels) % setting.groups == 0 else 1
     slots = batch + 2 if setting.indexed else batch
-    narrow = getattr(torch, dtype)
 
     sizes = torch.randn(batch, heads, channels) - 3
     drawn: dict[str, Tensor | None] = {
@@ -171,15 +181,10 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     }
     inputs: dict[str, Tensor | None] = {}
     for number, (name, value) in enumerate(drawn.items()):
-        own = torch.float32 if name in ("A", "D", "bias") else narrow
-        if setting.inputs and name in ("B", "C", "dt"):
-            own = getattr(torch, setting.inputs)
-        if setting.mixed and name not in ("state", "x"):
-            own = getattr(torch, DTYPES[number % len(DTYPES)])
-        inputs[name] = None if value is None else value.to(own)
-        tied, tensor = _TIED.get(name), inputs[name]
-        if setting.tied and tied is not None and tensor is not None:
-            inputs[name] = _first(tensor, tied).expand(tensor.shape).clone()
+        tensor = None if value is None else value.to(_dtype_of(name, number, dtype, setting))
+        if setting.tied and name in _TIED and tensor is not None:
+            tensor = _first(tensor, _TIED[name]).expand(tensor.shape).clone()
+        inputs[name] = tensor
     inputs["indices"] = None
     if setting.indexed:
         order = torch.randperm(slots)[:batch]

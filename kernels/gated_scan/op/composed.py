@@ -8,7 +8,7 @@ tokens of a piece stay in the caches of a CPU, and take little memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +102,21 @@ class _Piece(NamedTuple):
             arguments.cu_seqlens,
         )
 
+    def put(
+        self, grads: Sequence[Tensor | None], totals: Sequence[Tensor | None], inputs: int
+    ) -> None:
+        """Write the gradients of this piece's ``Arguments.differentiable`` into those of the whole, which begin with as many
+        inputs. Parameters sum over pieces."""
+        for place, (whole, grad) in enumerate(zip(totals, grads, strict=True)):
+            if whole is None or grad is None:
+                continue
+            if place < inputs:
+                self.sequence(whole).copy_(grad)
+            elif place < len(totals) - 1:
+                whole[self.channels] += grad
+            else:
+                self.state(whole).copy_(grad)
+
 
 def _pieces(arguments: Arguments, options: Options) -> Iterator[_Piece]:
     """Pieces of one batch each, or of several batches if these have few elements."""
@@ -136,8 +151,7 @@ def backward(
         torch.empty_like(t) if want and t is not None else None
         for t, want in zip(arguments.differentiable, wanted, strict=True)
     ]
-    count = len(arguments.inputs)
-    for total in totals[count:-1]:
+    for total in totals[len(arguments.inputs) : -1]:
         if total is not None:
             total.zero_()
     for piece in pieces:
@@ -148,15 +162,7 @@ def backward(
             None if last_grad is None else piece.state(last_grad),
             wanted,
         )
-        for place, (whole, grad) in enumerate(zip(totals, of_piece, strict=True)):
-            if whole is None or grad is None:
-                continue
-            if place < count:
-                piece.sequence(whole).copy_(grad)
-            elif place < len(totals) - 1:
-                whole[piece.channels] += grad
-            else:
-                piece.state(whole).copy_(grad)
+        piece.put(of_piece, totals, len(arguments.inputs))
     return tuple(totals)
 
 

@@ -54,6 +54,10 @@ class _Axis:
     size: int
     strides: tuple[int, ...]  # one per tensor
 
+    def is_unit(self, count: int) -> bool:
+        """Whether the first ``count`` tensors have stride 1 along it, those aside that are broadcast."""
+        return 1 in self.strides[:count] and {*self.strides[:count]} <= {0, 1}
+
 
 def _fold(axes: list[_Axis]) -> list[_Axis]:
     """Merge neighbours wherever, in every tensor, the outer one steps over whole inner ones. The last
@@ -68,6 +72,15 @@ def _fold(axes: list[_Axis]) -> list[_Axis]:
         else:
             folded.append(axis)
     return folded
+
+
+def _other_axes(shape: Sequence[int], dim: int, tensors: Sequence[Sequence[int]]) -> list[_Axis]:
+    """Of all dimensions but time, those of several elements."""
+    return [
+        _Axis(size, tuple(strides[d] for strides in tensors))
+        for d, size in enumerate(shape)
+        if d != dim and size > 1
+    ]
 
 
 def arrange(
@@ -89,24 +102,14 @@ def arrange(
     missing = _Axis(1, (0,) * len(tensors))
     along = tuple(strides[dim] for strides in tensors)
     time = _Axis(shape[dim], along if shape[dim] > 1 else (*(0,) * count, *along[count:]))
-    others = _fold(
-        [
-            _Axis(size, tuple(strides[d] for strides in tensors))
-            for d, size in enumerate(shape)
-            if d != dim and size > 1
-        ]
-    )
+    others = _fold(_other_axes(shape, dim, tensors))
     if len(others) > _FOLDED:
         return None
 
-    def unit(axis: _Axis) -> bool:
-        strides = set(axis.strides[:count])
-        return 1 in strides and strides <= {0, 1}
-
-    if unit(time):
+    if time.is_unit(count):
         outer, batch, channel = ([missing] * _FOLDED + others)[-_FOLDED:]
         return _arrangement("time_last", outer, batch, channel, time)
-    contiguous = [axis for axis in others if unit(axis)]
+    contiguous = [axis for axis in others if axis.is_unit(count)]
     if contiguous or not (others or time.size > 1):
         channel = contiguous[-1] if contiguous else missing
         outer, batch = ([missing] * 2 + [axis for axis in others if axis is not channel])[-2:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -137,6 +137,10 @@ class Pass:
         """No kernel of this family does what another one does, too."""
 
 
+def _present(arguments: NamedTuple) -> list[str]:
+    return [name for name, tensor in arguments._asdict().items() if tensor is not None]
+
+
 def describe(
     Wx: Tensor,
     R: Tensor,
@@ -169,10 +173,9 @@ def describe(
         arguments = arguments._replace(inputs=rnn_segments.first_batch(arguments, resets, cut))
     tensors = rnn_plans.forward_tensors(arguments.inputs, function, wanted)
     padded = bool(arguments.inputs.shape[-1] % rnn_layout.UNITS)
-    without_resets = arguments._replace(reset=None, reset_states=None)._asdict()
-    copied = [name for name, t in without_resets.items() if padded and t is not None]
-    if not padded and (in_rows or tensors["inputs"] is not arguments.inputs):
-        copied = ["inputs"]
+    copied = ["inputs"] if in_rows or tensors["inputs"] is not arguments.inputs else []
+    if padded:
+        copied = _present(arguments._replace(reset=None, reset_states=None))
     passes = {"forward": Pass("forward", options, tensors, wanted, tuple(copied), resets_left)}
     if wanted:
         states, _, cache = rnn_plans.empty_outputs(arguments.inputs.to("meta"), function, True)

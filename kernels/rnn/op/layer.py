@@ -137,10 +137,7 @@ class Layer:
         count = len(self._shapes)
         flat, (h, every, cache, start, copied) = tensors[:count], tensors[count:]
         x, w, r, _, _, reset, *_ = flat
-        for tensor, facts in zip(flat, self._shapes, strict=True):
-            if tensor is not None and facts != (tensor.shape, tensor.stride()):
-                return None
-        if not all_dense(h, every, cache, start, copied):
+        if not self._lie_as_planned(flat) or not all_dense(h, every, cache, start, copied):
             return None
         h_grad, *ends = grads
         if h_grad is not None and not all_dense(h_grad):
@@ -167,30 +164,34 @@ class Layer:
         of_x, of_w, of_r, of_b, of_c, _, *of_states = wanted
         rows = gates.view(-1, gates.shape[2] * width)
         of_inputs = rows[:, width:] if function == "gru" else rows
-        grad_x = grad_w = grad_r = grad_b = grad_c = None
-        if of_x:
-            grad_x = torch.mm(of_inputs, w).view(x.shape)
-        if of_w:
-            grad_w = torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2]))
-        if of_r:
-            grad_r = self._recurrent_grad(gates, rows, h, start, reset)
-        if of_b or of_c:
-            total = rows.sum(0)
-            if function == "gru":
-                grad_b = total[width:]
-                grad_c = total[: 3 * width].roll(-width, 0) if of_c else None
-            else:
-                grad_b = total
-                grad_c = total.clone() if of_b and of_c else total
         return (
-            grad_x,
-            grad_w,
-            grad_r,
-            grad_b if of_b else None,
-            grad_c if of_c else None,
+            torch.mm(of_inputs, w).view(x.shape) if of_x else None,
+            torch.mm(of_inputs.t(), x.reshape(-1, x.shape[2])) if of_w else None,
+            self._recurrent_grad(gates, rows, h, start, reset) if of_r else None,
+            *self._bias_grads(rows, of_b, of_c),
             None,
             *(initial[k] if want else None for k, want in enumerate(of_states)),
         )
+
+    def _lie_as_planned(self, flat: tuple[Any, ...]) -> bool:
+        for tensor, facts in zip(flat, self._shapes, strict=True):
+            if tensor is not None and facts != (tensor.shape, tensor.stride()):
+                return False
+        return True
+
+    def _bias_grads(
+        self, rows: Tensor, of_b: bool, of_c: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of ``bias_ih`` and ``bias_hh`` that are wanted."""
+        if not (of_b or of_c):
+            return None, None
+        total, width = rows.sum(0), self.width
+        if self.cell.function == "gru":
+            grad_c = total[: 3 * width].roll(-width, 0) if of_c else None
+            return total[width:] if of_b else None, grad_c
+        if not of_b:
+            return None, total
+        return total, total.clone() if of_c else None
 
     def _ends(self, ends: Sequence[Tensor | None]) -> Tensor | None:
         """The gradients of the last states, one after the other in memory; None if there are none."""
@@ -246,15 +247,24 @@ class Layer:
         return run  # type: ignore[no-any-return]
 
 
+def _is_taken(reset: Tensor | None, x: Tensor) -> bool:
+    """Whether kernels take ``reset`` as it is."""
+    if reset is None:
+        return True
+    time, batch, _ = x.shape
+    facts = (batch, time), torch.bool, x.device
+    return (reset.shape, reset.dtype, reset.device) == facts and reset.is_contiguous()
+
+
 def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
     """None if the layer is for ``composed``."""
     x, w, r, b, c, reset, *states = flat
-    there = [t for t in (x, w, r, b, c, *states) if t is not None]
-    if any((t.dtype, t.device) != (x.dtype, x.device) for t in there) or x.dtype not in COMPILED:
+    facts, others = (x.dtype, x.device), (w, r, b, c, *states)
+    if any(t is not None and (t.dtype, t.device) != facts for t in others):
         return None
     of, dim = SIZES[cell.function], r.shape[-1]
     width = cell.heads * dim
-    if cell.backend == "reference" or dim % UNITS or x.dim() != 3:
+    if x.dtype not in COMPILED or cell.backend == "reference" or dim % UNITS or x.dim() != 3:
         return None
     expected = {
         "w": (w, (of.inputs * width, x.shape[2])),
@@ -268,10 +278,7 @@ def _plan(cell: Cell, flat: tuple[Any, ...], training: bool) -> Layer | None:
             return None
     options = Options(cell.function, cell.backend)
     time, batch, _ = x.shape
-    if reset is not None and not (
-        (reset.shape, reset.dtype, reset.device) == ((batch, time), torch.bool, x.device)
-        and reset.is_contiguous()
-    ):
+    if not _is_taken(reset, x):
         return None
     size, resets = (time, batch, cell.heads, dim), reset is not None
     how = {"training": training, "turned": turned(x)}

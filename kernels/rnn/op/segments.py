@@ -60,21 +60,10 @@ def rnn(arguments: Arguments, options: Options, resets: Resets, cut: bool) -> tu
             t if t is None else t.unsqueeze(2) for t in (initial, reset_states)
         )
     layout = layout_of(inputs, reset, resets, cut)
-    steps = inputs.flatten(0, 1)
     start = None if initial is None else initial.flatten(1, 2)
     anew = None if reset_states is None else reset_states.flatten(1, 2)
-    states_of_batches = []
-    for rows in layout.batches:
-        count, length = rows.steps.shape
-        x = steps.index_select(0, rows.steps.flatten()).unflatten(0, (count, length))
-        before, restart = (
-            t if t is None else t.index_select(1, rows.sequences) for t in (start, anew)
-        )
-        if rows.anew is not None:
-            before = _chosen(rows.anew, restart, before)
-        restart = None if rows.reset is None else restart
-        of_rows = Arguments(x, recurrent, bias, before, rows.reset, restart)
-        states_of_batches.append(rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2))
+    of_steps = Arguments(inputs.flatten(0, 1), recurrent, bias, start, None, anew)
+    states_of_batches = [_states_of(rows, of_steps, options) for rows in layout.batches]
     sequences = resets.cu_seqlens.shape[0] - 1 if resets.packed else 1
     if not states_of_batches:  # there is no step
         one = None if reset_states is None else reset_states[:, :, 0]
@@ -89,6 +78,21 @@ def rnn(arguments: Arguments, options: Options, resets: Resets, cut: bool) -> tu
     if layout.empty is not None:
         last = torch.where(_of_units(layout.empty), 0 if start is None else start, last)
     return states, last.unflatten(1, (batch, sequences))
+
+
+def _states_of(rows: Rows, arguments: Arguments, options: Options) -> Tensor:
+    """The states of one batch of rows, (states, steps, N, D), of arguments whose inputs are steps one after the other, and
+    whose states are (states, sequences, N, D)."""
+    x = arguments.inputs.index_select(0, rows.steps.flatten()).unflatten(0, rows.steps.shape)
+    before, restart = (
+        t if t is None else t.index_select(1, rows.sequences)
+        for t in (arguments.initial, arguments.reset_states)
+    )
+    if rows.anew is not None:
+        before = _chosen(rows.anew, restart, before)
+    restart = None if rows.reset is None else restart
+    of_rows = Arguments(x, arguments.recurrent, arguments.bias, before, rows.reset, restart)
+    return rnn_derivatives.rnn(of_rows, options)[0].flatten(1, 2)
 
 
 def first_batch(arguments: Arguments, resets: Resets, cut: bool) -> Tensor:

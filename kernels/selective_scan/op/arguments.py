@@ -133,6 +133,10 @@ def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
             raise ValueError(
                 f"{name} is on {value.device}, u on {named['u'].device}; they must be on one device"
             )
+    _check_dtypes(present)
+
+
+def _check_dtypes(present: dict[str, Tensor]) -> None:
     complex_numbers = present["A"].is_complex()
     for name, value in present.items():
         may_be_complex = name == "A" or (
@@ -177,22 +181,26 @@ def _check_shapes(present: dict[str, Tensor], cu_seqlens: Tensor | None) -> None
                 f"{name} has shape {tuple(present[name].shape)}; for u of shape {tuple(u.shape)} and "
                 f"{states} states it must be {shape}"
             )
-    length = 2 * time if A.is_complex() else time
     for name in "BC":
-        shape = tuple(present[name].shape)
-        # Only shapes of as many dimensions are compared: a batch of as many as channels is none that a graph may
-        # depend on.
-        if len(shape) == 4:
-            fits = (
-                (shape[0], *shape[2:]) == (batch, states, length)
-                and shape[1] > 0
-                and channels % shape[1] == 0
-            )
-        else:
-            fits = shape == ((channels, states) if len(shape) == 2 else (batch, states, length))
-        if not fits:
-            raise ValueError(
-                f"{name} has shape {shape}; for u of shape {tuple(u.shape)} and {states} states it must be "
-                f"{(channels, states)}, {(batch, states, length)} or ({batch}, groups, {states}, {length}) with "
-                f"groups that divide {channels}"
-            )
+        _check_projection(name, tuple(present[name].shape), u, A)
+
+
+def _check_projection(name: str, shape: tuple[int, ...], u: Tensor, A: Tensor) -> None:
+    (batch, channels, time), states = u.shape, A.shape[1]
+    length = 2 * time if A.is_complex() else time
+    # Only shapes of as many dimensions are compared: a batch of as many as channels is none that a graph may
+    # depend on.
+    if len(shape) == 4:
+        fits = (
+            (shape[0], *shape[2:]) == (batch, states, length)
+            and shape[1] > 0
+            and channels % shape[1] == 0
+        )
+    else:
+        fits = shape == ((channels, states) if len(shape) == 2 else (batch, states, length))
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {shape}; for u of shape {tuple(u.shape)} and {states} states it must be "
+            f"{(channels, states)}, {(batch, states, length)} or ({batch}, groups, {states}, {length}) with "
+            f"groups that divide {channels}"
+        )

@@ -87,13 +87,8 @@ def _by_pieces(
     back piece by piece."""
     terms, packing = _terms(arguments, options), _packing(arguments)
     leaves = Terms._make(None if t is None else t.detach() for t in terms)
-    spans, carries, outputs = _pieces(arguments), [], []
-    with torch.no_grad():
-        carry = None if packing else leaves.initial
-        for begin, end in spans:
-            carries.append(carry)
-            y, carry, _ = _piece(leaves, packing, carry, begin, end, options)
-            outputs.append(y)
+    spans = _pieces(arguments)
+    outputs, carries = _forth(leaves, packing, spans, options)
     y = torch.cat(outputs, -1).requires_grad_()
     out = _finished(y, arguments)
     y_grad = torch.zeros_like(y)
@@ -102,28 +97,12 @@ def _by_pieces(
     grads = Terms._make(None if t is None else torch.zeros_like(t) for t in leaves)
     passed = None if packing else final_grad
     for (begin, end), entering in zip(reversed(spans), reversed(carries), strict=True):
-        inputs = _cut(leaves, begin, end)
-        inputs = Terms._make(None if t is None else t.detach().requires_grad_() for t in inputs)
-        carry = None if entering is None else entering.detach().requires_grad_()
-        # What of the initial state is not in packed sequences is the first piece's carry.
-        own = inputs if packing else inputs._replace(initial=None)
-        ends = _piece(own, packing, carry, 0, end - begin, options, offset=begin)
         reaching = None
         if packing is not None and final_grad is not None:
             reaching = torch.where(_within(packing, begin, end), final_grad, 0)
         arriving = y_grad[..., begin:end], passed, reaching
-        pairs = [
-            (x, g) for x, g in zip(ends, arriving, strict=True) if x is not None and g is not None
-        ]
-        sources = [t for t in (*own, carry) if t is not None]
-        leaf_grads = iter(
-            torch.autograd.grad(
-                [x for x, _ in pairs], sources, [g for _, g in pairs], materialize_grads=True
-            )
-        )
-        own_grads = Terms._make(None if t is None else next(leaf_grads) for t in own)
+        own_grads, passed = _back(leaves, packing, entering, begin, end, options, arriving)
         _gather(grads, own_grads, begin, end)
-        passed = None if carry is None else next(leaf_grads)
     if packing is None:
         grads = grads._replace(initial=passed)
     elif grads.initial is not None and final_grad is not None:
@@ -131,6 +110,44 @@ def _by_pieces(
         grads = grads._replace(initial=grads.initial + left)
     reached = [(t, g) for t, g in zip(terms, grads, strict=True) if t is not None]
     return [(out, out_grad), *reached]
+
+
+@torch.no_grad()
+def _forth(
+    leaves: Terms, packing: Packing | None, spans: list[tuple[int, int]], options: Options
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The output of each piece, and the state that enters it."""
+    outputs: list[Tensor] = []
+    carries = [None if packing else leaves.initial]
+    for begin, end in spans:
+        y, carry, _ = _piece(leaves, packing, carries[-1], begin, end, options)
+        outputs.append(y)
+        carries.append(carry)
+    return outputs, carries[:-1]
+
+
+def _back(
+    leaves: Terms,
+    packing: Packing | None,
+    entering: Tensor | None,
+    begin: int,
+    end: int,
+    options: Options,
+    arriving: tuple[Tensor | None, ...],
+) -> tuple[Terms, Tensor | None]:
+    """The gradients of a piece's terms, and of the state that enters it, from those that arrive at its ends."""
+    inputs = _cut(leaves, begin, end)
+    inputs = Terms._make(None if t is None else t.detach().requires_grad_() for t in inputs)
+    carry = None if entering is None else entering.detach().requires_grad_()
+    # What of the initial state is not in packed sequences is the first piece's carry.
+    own = inputs if packing else inputs._replace(initial=None)
+    ends = _piece(own, packing, carry, 0, end - begin, options, offset=begin)
+    pairs = [(x, g) for x, g in zip(ends, arriving, strict=True) if x is not None and g is not None]
+    xs, gs = zip(*pairs, strict=True)
+    sources = [t for t in (*own, carry) if t is not None]
+    grads = iter(torch.autograd.grad(xs, sources, gs, materialize_grads=True))
+    own_grads = Terms._make(None if t is None else next(grads) for t in own)
+    return own_grads, None if carry is None else next(grads)
 
 
 def _cut(terms: Terms, begin: int, end: int) -> Terms:

@@ -135,24 +135,27 @@ def finisher(
     new_both = allocator(arguments.u.device, (2, *of_B), dtype)
     several_rows, several_ctas = bool(buffers.rows), bool(buffers.ctas)
 
+    def of_projections(both: Tensor) -> tuple[Tensor, ...]:
+        if several_ctas:
+            both = both.sum(1)
+        if alike:
+            return (new_both().copy_(both) if narrow else both).unbind()
+        B_grad = _of_groups(both[0], groups[0]).to(dtype).view(of_B)
+        return B_grad, _of_groups(both[1], groups[1]).to(dtype).view(of_C)
+
+    def of_vectors(vectors: Tensor) -> tuple[Tensor | None, Tensor]:
+        grads = (vectors.sum(1) if several_rows else vectors).unbind()
+        return grads[0] if for_D else None, grads[-1]
+
     def finish(tensors: dict[str, Any], sums: Sums) -> Gradients:
         A_grad = B_grad = C_grad = D_grad = bias_grad = None
         if for_A:
             A_grad = sums.A.sum(0) if several_rows else sums.A
         if for_B or for_C:
-            both = sums.projections
-            if several_ctas:
-                both = both.sum(1)
-            if alike:
-                B_grad, C_grad = (new_both().copy_(both) if narrow else both).unbind()
-            else:
-                B_grad = _of_groups(both[0], groups[0]).to(dtype).view(of_B)
-                C_grad = _of_groups(both[1], groups[1]).to(dtype).view(of_C)
+            B_grad, C_grad = of_projections(sums.projections)
         if for_D or for_bias:
             assert sums.vectors is not None
-            vectors = sums.vectors.sum(1) if several_rows else sums.vectors
-            by_vector = vectors.unbind()
-            D_grad, bias_grad = by_vector[0] if for_D else None, by_vector[-1]
+            D_grad, bias_grad = of_vectors(sums.vectors)
         return (
             tensors["u_grad"] if needed[0] else None,
             tensors["delta_grad"] if needed[1] else None,
