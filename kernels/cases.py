@@ -23,6 +23,14 @@ class Launched(Protocol):
 
 
 @dataclass(frozen=True)
+class Options:
+    """Of a problem; printed are those that are not zero."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
+
+
+@dataclass(frozen=True)
 class Case:
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
 
@@ -54,6 +62,7 @@ class Trial(Protocol):
 
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""
+        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
 
 
 class Cases(Protocol):

@@ -113,7 +113,7 @@ class Case(cases.Case):
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(cases.Trial):
     """Inputs of one problem in one dtype, and the results in float64."""
 
     shape: Shape
@@ -124,10 +124,6 @@ class Trial:
 
     def __str__(self) -> str:
         return f"{self.shape} {self.setting}"
-
-    def launches(self, kernel: str) -> Iterator[Case]:
-        """All that ``kernel`` can compute this by."""
-        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps between rows

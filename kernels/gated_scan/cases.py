@@ -15,7 +15,14 @@ from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels import cases
-from scan_registry.kernels.cases import on_device, random_cu_seqlens, relative_error, with_gaps
+from scan_registry.kernels.cases import (
+    Options,
+    on_device,
+    random_cu_seqlens,
+    relative_error,
+    there,
+    with_gaps,
+)
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
@@ -37,7 +44,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """The options of a problem.
 
     states   whether there are states before the scan, and gradients of those after it
@@ -51,9 +58,6 @@ class Setting:
     packed: bool = False
     resets: bool = False
     extreme: bool = False
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 
 
 SETTINGS = (
@@ -295,8 +299,7 @@ def solved(
     scan = Scan.of(inputs, reverse)
     gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
     states, final_state, before = scan.forward(gates, token.detach(), inputs["initial_state"])
-    states_grad = inputs["states_grad"]
-    assert states_grad is not None
+    states_grad = there(inputs["states_grad"])
     final_grad = inputs["final_state_grad"]
     token_grad, initial_grad = scan.backward(gates, states_grad.double(), final_grad)
     gate_grad = token_grad * before
@@ -344,8 +347,7 @@ class Scan:
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor | None], reverse: bool) -> Scan:
-        offsets, like = inputs["offsets"], inputs["input0"]
-        assert like is not None
+        offsets, like = inputs["offsets"], there(inputs["input0"])
         bounds = torch.tensor([0, like.shape[-1]]) if offsets is None else offsets
         numbers = (bounds.diff() > 0).nonzero().squeeze(1)
         first, last = bounds[:-1][numbers], bounds[1:][numbers] - 1

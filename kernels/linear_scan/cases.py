@@ -16,7 +16,13 @@ from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels import cases
-from scan_registry.kernels.cases import on_device, random_cu_seqlens, relative_error, with_gaps
+from scan_registry.kernels.cases import (
+    Options,
+    on_device,
+    random_cu_seqlens,
+    relative_error,
+    with_gaps,
+)
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,
@@ -40,7 +46,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """The options of a problem.
 
     states     whether there are states before and after the scan, and gradients of them
@@ -58,9 +64,6 @@ class Setting:
     mixed: bool = False
     outer: int = 1
     lasting: bool = False
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 
 
 PLAIN = (Setting(), Setting(states=True), Setting(reverse=True), Setting(True, True))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels import cases
-from scan_registry.kernels.cases import in_float64, on_device, relative_error, there
+from scan_registry.kernels.cases import Options, in_float64, on_device, relative_error, there
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.problem import (
     SIZES,
@@ -52,7 +52,7 @@ THOROUGH: tuple[Shape, ...] = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """The options of a problem.
 
     starts  whether there are states before the first step
@@ -67,9 +67,6 @@ class Setting:
     graded: bool = False
     resets: bool = False
     clips: Clips = Clips()  # noqa: RUF009
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 
 
 SETTINGS = (
@@ -121,7 +118,7 @@ def _factors(cache: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(cases.Trial):
     """Inputs of one problem in one dtype, and the results in float64, by kernel."""
 
     function: Function
@@ -133,10 +130,6 @@ class Trial:
 
     def __str__(self) -> str:
         return f"{self.function} {self.shape} {self.setting}".strip()
-
-    def launches(self, kernel: str) -> Iterator[Case]:
-        """All that ``kernel`` can compute this by."""
-        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps

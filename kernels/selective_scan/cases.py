@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels import cases
-from scan_registry.kernels.cases import on_device, relative_error
+from scan_registry.kernels.cases import Options, on_device, relative_error
 from scan_registry.kernels.selective_scan.problem import (
     DIRECTIONS,
     INTERVAL,
@@ -29,7 +29,7 @@ Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """The options of a problem.
 
     gated     whether there are z, D and delta_bias
@@ -46,9 +46,6 @@ class Setting:
     groups: int = 1
     packed: bool = False
     layout: Layout = "time_last"
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 
 
 SETTINGS = (

@@ -9,7 +9,8 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.cases import Case, in_float64, on_device, there
+from scan_registry.kernels import cases
+from scan_registry.kernels.cases import Case, Options, in_float64, on_device, there
 from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.problem import (
     DIMENSIONS,
@@ -26,7 +27,7 @@ Shape = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(Options):
     """The options of a problem.
 
     gated     whether there are z, D and dt_bias
@@ -45,9 +46,6 @@ class Setting:
     tied: bool = False
     mixed: bool = False
     indexed: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if value)
 
 
 SETTINGS = (
@@ -78,7 +76,7 @@ _TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(cases.Trial):
     """Inputs of one problem in one dtype, and the results in float64."""
 
     shape: Shape
@@ -89,10 +87,6 @@ class Trial:
 
     def __str__(self) -> str:
         return f"{self.shape} {self.setting}"
-
-    def launches(self, kernel: str) -> Iterator[Case]:
-        """All that ``kernel`` can compute this by."""
-        return (self.case(kernel, aligned=aligned) for aligned in (True, False))
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch that computes this, in memory of its own; unless ``aligned``, with gaps between elements."""

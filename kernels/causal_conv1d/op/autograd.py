@@ -55,12 +55,12 @@ class _Derivatives(Derivatives):
 
     def empty(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
         arguments = Arguments(*tensors)
-        last = arguments.x.new_empty(arguments.state_shape) if options.final else None
-        return torch.empty_like(arguments.x), last
+        final_state = arguments.x.new_empty(arguments.state_shape) if options.final else None
+        return torch.empty_like(arguments.x), final_state
 
     def composed(self, tensors: Tensors, options: Options) -> Outputs:
-        x, weight, bias, state, seq_idx, bounds = tensors
-        runs = reference.Runs(seq_idx, bounds)
+        x, weight, bias, state, seq_idx, cu_seqlens = tensors
+        runs = reference.Runs(seq_idx, cu_seqlens)
         return reference.forward(x, weight, bias, state, runs, options.silu, options.final)
 
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
@@ -88,8 +88,8 @@ class _Derivatives(Derivatives):
         return tuple(grad if want else None for grad, want in zip(grads, back.wanted, strict=True))
 
     def composed_backward(self, back: Pass) -> Gradients:
-        x, weight, bias, state, seq_idx, bounds = back.saved
-        runs, grads = reference.Runs(seq_idx, bounds), (back.grads[0], back.grads[1])
+        x, weight, bias, state, seq_idx, cu_seqlens = back.saved
+        runs, grads = reference.Runs(seq_idx, cu_seqlens), (back.grads[0], back.grads[1])
         gradients = reference.backward(x, weight, bias, state, *grads, runs, back.options.silu)
         return plans.narrowed(Arguments(*back.saved), gradients, back.wanted)
 

@@ -73,19 +73,20 @@ def _run(
 
 
 def _sizes(arguments: Arguments, options: Options) -> tuple[int, ...]:
-    bounds = arguments.cu_seqlens
-    sequences = 0 if bounds is None else bounds.shape[0] - 1
+    cu_seqlens = arguments.cu_seqlens
+    sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return *arguments.x.shape, arguments.weight.shape[1], sequences, int(options.silu)
 
 
 def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """y, and the final state if it is asked for."""
-    x, weight, bias, state, seq_idx, bounds = arguments
-    y, last = torch.empty_like(x), x.new_empty(arguments.state_shape) if options.final else None
-    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
+    x, weight, bias, state, seq_idx, cu_seqlens = arguments
+    y = torch.empty_like(x)
+    final_state = x.new_empty(arguments.state_shape) if options.final else None
+    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, cu_seqlens
     sizes = _sizes(arguments, options)
-    _run("causal_conv1d_forward", (x, weight), (x, y, *inputs, last), sizes, (x, y))
-    return y, last
+    _run("causal_conv1d_forward", (x, weight), (x, y, *inputs, final_state), sizes, (x, y))
+    return y, final_state
 
 
 def backward(
@@ -96,13 +97,13 @@ def backward(
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """The gradients that are wanted, in the dtypes of what they are of."""
-    x, weight, bias, state, seq_idx, bounds = arguments
+    x, weight, bias, state, seq_idx, cu_seqlens = arguments
     of_x, of_weight, of_bias, of_state = wanted
     x_grad = torch.empty_like(x)
     weight_grad = weight.new_empty(weight.shape) if of_weight else None
     bias_grad = weight.new_empty(weight.shape[0]) if of_bias else None
     state_grad = x.new_empty(arguments.state_shape) if of_state else None
-    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, bounds
+    inputs = weight.contiguous(), _dense(bias), _dense(state), seq_idx, cu_seqlens
     outputs = x_grad, _dense(final_grad), weight_grad, bias_grad, state_grad
     sizes, strided = _sizes(arguments, options), (x, y_grad, x_grad)
     _run("causal_conv1d_backward", (x, weight), (x, y_grad, *inputs, *outputs), sizes, strided)

@@ -100,11 +100,11 @@ def causal_conv1d(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    y, last = causal_conv1d_derivatives.call(
+    y, final_state = causal_conv1d_derivatives.call(
         (x, weight, bias, initial_state, seq_idx, cu_seqlens),
         (return_final_state, activation, backend),
     )
-    return y if last is None else (y, last)
+    return y if final_state is None else (y, final_state)
 
 
 def causal_conv1d_update(

@@ -237,10 +237,11 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
     _check(arguments)
 
     def by_reference(*tensors: Any) -> Any:
-        x, weight, bias, state, seq_idx, bounds = tensors
-        runs = reference.Runs(seq_idx, bounds)
-        y, last = reference.forward(x, weight, bias, state, runs, options.silu, options.final)
-        return _like(x, y), None if last is None else last.contiguous()
+        x, weight, bias, state, seq_idx, cu_seqlens = tensors
+        runs = reference.Runs(seq_idx, cu_seqlens)
+        how = runs, options.silu, options.final
+        y, final_state = reference.forward(x, weight, bias, state, *how)
+        return _like(x, y), None if final_state is None else final_state.contiguous()
 
     if _is_plain(arguments.x, options):
         return causal_conv1d_cpu.plan_forward(arguments.x, options) or by_reference
@@ -252,10 +253,10 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
     run, shape, packed = runner[0], arguments.state_shape, arguments.cu_seqlens is not None
 
     def plan(*tensors: Any) -> Any:
-        x, weight, bias, state, seq_idx, bounds = tensors
+        x, weight, bias, state, seq_idx, cu_seqlens = tensors
         inputs = _copied({"x": x}, call) if call.copied else {"x": x}
         y = torch.empty_like(inputs["x"])
-        last = _new_state(shape, x, packed, state) if options.final else None
+        final_state = _new_state(shape, x, packed, state) if options.final else None
         run(
             {
                 **inputs,
@@ -263,12 +264,12 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
                 "bias": bias if bias is None else bias.contiguous(),
                 "initial_state": state,
                 "seq_idx": seq_idx,
-                "cu_seqlens": bounds,
+                "cu_seqlens": cu_seqlens,
                 "y": y,
-                "final_state": last,
+                "final_state": final_state,
             }
         )
-        return _like(x, y), last
+        return _like(x, y), final_state
 
     return plan
 
@@ -311,8 +312,8 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
 
     def by_reference(*tensors: Any) -> Any:
         arguments, (grad, last) = Arguments(*tensors[:6]), tensors[6:]
-        x, weight, bias, state, seq_idx, bounds = arguments
-        runs = reference.Runs(seq_idx, bounds)
+        x, weight, bias, state, seq_idx, cu_seqlens = arguments
+        runs = reference.Runs(seq_idx, cu_seqlens)
         grads = reference.backward(x, weight, bias, state, grad, last, runs, options.silu)
         of_x, of_weight, of_bias, of_state = narrowed(arguments, grads, wanted)
         return (
@@ -342,7 +343,7 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
     channels, width = arguments.weight.shape
 
     def plan(*tensors: Any) -> Any:
-        x, weight, bias, state, seq_idx, bounds, grad, last = tensors
+        x, weight, bias, state, seq_idx, cu_seqlens, grad, last = tensors
         inputs = {"x": x, "y_grad": grad}
         if call.copied:
             inputs = _copied(inputs, call)
@@ -361,7 +362,7 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
                 "bias": bias if bias is None else bias.contiguous(),
                 "initial_state": state,
                 "seq_idx": seq_idx,
-                "cu_seqlens": bounds,
+                "cu_seqlens": cu_seqlens,
                 "final_state_grad": last,
                 "x_grad": x_grad,
                 "initial_state_grad": state_grad,

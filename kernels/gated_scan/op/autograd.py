@@ -42,9 +42,9 @@ class _Derivatives(Derivatives):
         return plans.forward(Arguments.of(options.kind, tensors), options)
 
     def empty(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
-        model, bounds = tensors[0], tensors[-1]
-        last = StateLayout.of(model, options.dim, bounds).empty() if options.final else None
-        return torch.empty_like(model), last
+        model, cu_seqlens = tensors[0], tensors[-1]
+        layout = StateLayout.of(model, options.dim, cu_seqlens)
+        return torch.empty_like(model), layout.empty() if options.final else None
 
     def composed(self, tensors: Tensors, options: Options) -> Outputs:
         return composed.forward(Arguments.of(options.kind, tensors), options)

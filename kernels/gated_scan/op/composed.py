@@ -56,10 +56,10 @@ def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | N
     how = LinearOptions(options.dim, options.reverse, options.final, backend)
     states_before = arguments.initial_state, arguments.cu_seqlens
     if arguments.reset is None:
-        states, last = derivatives.scan(gates, tokens, *states_before, how)
+        states, final_state = derivatives.scan(gates, tokens, *states_before, how)
     else:
-        states, last = resets.scan(gates, tokens, arguments.reset, *states_before, how)
-    return states.to(arguments.inputs[0].dtype), last
+        states, final_state = resets.scan(gates, tokens, arguments.reset, *states_before, how)
+    return states.to(arguments.inputs[0].dtype), final_state
 
 
 def gates_and_tokens(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:

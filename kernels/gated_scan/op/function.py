@@ -133,5 +133,5 @@ def run(
     if (sharded := call_sharded("gated_scan", tensors, options)) is not None:
         return sharded  # type: ignore[no-any-return]
     arguments = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
-    states, last = gated_scan_derivatives.scan(*arguments)
-    return states if last is None else (states, last)
+    states, final_state = gated_scan_derivatives.scan(*arguments)
+    return states if final_state is None else (states, final_state)

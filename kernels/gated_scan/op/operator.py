@@ -121,8 +121,8 @@ class GatedScan(Operator):
 
         arguments, options = _arguments(problem, tensors)
         if problem.direction == "forward":
-            states, last = plans.forward(arguments, options._replace(final=True))
-            for name, result in (("states", states), ("final_state", last)):
+            states, final_state = plans.forward(arguments, options._replace(final=True))
+            for name, result in (("states", states), ("final_state", final_state)):
                 _put(tensors.get(name), result)
             return
         targets = _gradients(problem, tensors)

@@ -98,14 +98,14 @@ def _named(
 
     def named(flat: Sequence[Any], layout: StateLayout) -> dict[str, Any]:
         tensors = dict(zip(names, flat, strict=False))
-        initial, reset, bounds = flat[end:]
+        initial, reset, cu_seqlens = flat[end:]
         if several:
             tensors["parameters"] = torch.stack(flat[count:end])  # type: ignore[arg-type]
         elif count < end:
             tensors["parameters"] = flat[count].contiguous()
         tensors["reset"] = reset if dense_reset else reset.contiguous()
         tensors["initial_state"] = layout.entering(initial)
-        tensors["offsets"] = bounds
+        tensors["offsets"] = cu_seqlens
         return tensors
 
     return named
@@ -131,8 +131,8 @@ def make_forward(*args: Any) -> Plan:
     def in_torch(*flat: Any) -> Outputs:
         arguments = Arguments.of(options.kind, flat)
         with torch.no_grad():
-            states, last = composed.forward(arguments, options)
-        return as_allotted(arguments, options, states, last)
+            states, final_state = composed.forward(arguments, options)
+        return as_allotted(arguments, options, states, final_state)
 
     if is_linear(arguments, options):
         return _forward_of_linear(arguments, options)
@@ -162,10 +162,10 @@ def plan_forward(arguments: Arguments, options: Options, addresses: int) -> Plan
         if copy is not None:
             copy(tensors)
         states = tensors["states"] = new_states()
-        last = layout.leaving(tensors["initial_state"]) if final else None
-        tensors["final_state"] = last
+        final_state = layout.leaving(tensors["initial_state"]) if final else None
+        tensors["final_state"] = final_state
         run(tensors)
-        return states if direct else torch.empty_like(flat[0]).copy_(states), last
+        return states if direct else torch.empty_like(flat[0]).copy_(states), final_state
 
     return plan
 
@@ -177,12 +177,12 @@ def _forward_of_linear(arguments: Arguments, options: Options) -> Plan:
         StateLayout.of(arguments.inputs[0], options.dim, arguments.cu_seqlens),
     )
 
-    def plan(gates: Tensor, tokens: Tensor, initial: Any, _: Any, bounds: Any) -> Outputs:
-        states, last = linear_plans.forward(gates, tokens, initial, bounds, how)
+    def plan(gates: Tensor, tokens: Tensor, initial: Any, _: Any, cu_seqlens: Any) -> Outputs:
+        states, final_state = linear_plans.forward(gates, tokens, initial, cu_seqlens, how)
         promised = torch.empty_like(gates, device="meta").stride()
         if states.stride() != promised:
             states = torch.empty_like(gates).copy_(states)
-        return states, layout.entering(last)
+        return states, layout.entering(final_state)
 
     return plan
 
@@ -257,14 +257,14 @@ def _backward_of_linear(options: Options, wanted: tuple[bool, ...]) -> Plan:
     how, (for_gates, for_tokens, for_initial) = _linear_options(options), wanted
 
     def plan(
-        gates: Tensor, tokens: Any, initial: Any, _: Any, bounds: Any,
+        gates: Tensor, tokens: Any, initial: Any, _: Any, cu_seqlens: Any,
         states: Tensor, states_grad: Any, last_grad: Any,
     ) -> Gradients:  # fmt: skip
         if states_grad is None:
             states_grad = states.new_zeros(()).expand(states.shape)
         wanted = for_gates, for_tokens, for_initial and initial is not None
         return linear_plans.backward(
-            gates, states, states_grad, initial, last_grad, bounds, how, wanted
+            gates, states, states_grad, initial, last_grad, cu_seqlens, how, wanted
         )
 
     return plan

@@ -111,9 +111,9 @@ def make_call(
             strides[name] = own
         else:
             copied.append(name)
-    kind, bounds, reset = KINDS[options.kind], arguments.cu_seqlens, arguments.reset
+    kind, cu_seqlens, reset = KINDS[options.kind], arguments.cu_seqlens, arguments.reset
     named = {name: Strides(0, *own) for name, own in strides.items()}
-    named["state"] = _state_strides(StateLayout.of(first, dim, bounds), dim)
+    named["state"] = _state_strides(StateLayout.of(first, dim, cu_seqlens), dim)
     problem = GatedScanProblem(
         direction=direction,
         layout=layout,
@@ -125,7 +125,7 @@ def make_call(
         time=sizes[2],
         strides=tuple(named[name] for name in STRIDED[direction]),
         alignment=16 if addresses == 0 else addresses & -addresses,
-        sequences=0 if bounds is None else bounds.shape[0] - 1,
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         reverse=options.reverse,
         kind=kind.source,
         option=kind.option,
@@ -213,7 +213,7 @@ def _reset_batch(reset: Tensor | None) -> int:
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
     """The kernel calls by direction; ``backward`` only if ``differentiated``. Nothing is computed."""
-    first, bounds = arguments.inputs[0], arguments.cu_seqlens
+    first, cu_seqlens = arguments.inputs[0], arguments.cu_seqlens
     if first.numel() == 0:
         return {}
     addresses = addresses_of(aligned_reset(arguments).flat)
@@ -226,20 +226,20 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
         calls["backward"] = make_call("backward", arguments, options, addresses, others)
     gates, how = model.to(compute_dtype(first.dtype)), LinearOptions(*options[1:])
     if arguments.reset is not None:
-        gates, _, bounds, how = resets.stretches(gates, how)
+        gates, _, cu_seqlens, how = resets.stretches(gates, how)
     return {
-        direction: replace(call, stand_in=("linear_scan", _scan(direction, gates, bounds, how)))
+        direction: replace(call, stand_in=("linear_scan", _scan(direction, gates, cu_seqlens, how)))
         for direction, call in calls.items()
     }
 
 
 def _scan(
-    direction: Direction, gates: Tensor, bounds: Tensor | None, options: LinearOptions
+    direction: Direction, gates: Tensor, cu_seqlens: Tensor | None, options: LinearOptions
 ) -> LinearKernelCall:
     """The call of ``linear_scan`` for gates, and tokens and states like them."""
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
     others = dict.fromkeys(names, gates)
-    return make_kernel_call(direction, gates, others, bounds, options.dim, options.reverse)
+    return make_kernel_call(direction, gates, others, cu_seqlens, options.dim, options.reverse)
 
 
 def aligned_reset(arguments: Arguments) -> Arguments:

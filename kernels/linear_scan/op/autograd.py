@@ -45,16 +45,16 @@ class LinearScan(Recorded):
         # torch switches forward mode off here, for the levels around this one too, which are to see
         # what is computed; this level is not.
         with forward_ad._set_fwd_grad_enabled(True):
-            gates, states, initial, bounds = (_primal(saved) for saved in ctx.saved_tensors)
+            gates, states, initial, cu_seqlens = (_primal(saved) for saved in ctx.saved_tensors)
             options, compute = ctx.recording.options, compute_dtype(states.dtype)
             shift = states.new_zeros((), dtype=compute).expand(states.shape)
             if tokens_dot is not None:
                 shift = tokens_dot.to(compute)
             if gates_dot is not None:
                 shift = shift + gates_dot.to(compute) * before(
-                    states.to(compute), initial, bounds, options
+                    states.to(compute), initial, cu_seqlens, options
                 )
-            states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, bounds, options)
+            states_dot, last_dot = scan(gates.to(compute), shift, initial_dot, cu_seqlens, options)
             last_dot = states_dot.new_empty(0) if last_dot is None else last_dot
             return states_dot.to(states.dtype), last_dot
 
@@ -127,14 +127,14 @@ class _Derivatives(Derivatives):
         return plans.backward(*_in_order(back), back.options, back.wanted)
 
     def empty_gradients(self, back: Pass) -> tuple[Tensor | None, ...]:
-        gates, states, _, bounds = back.saved
+        gates, states, _, cu_seqlens = back.saved
         model = back.grads[0] if states is None else states
         grads = (
             gates.new_empty(gates.shape)
             if not same_shape(gates.shape, model.shape)
             else torch.empty_like(model, dtype=gates.dtype),
             torch.empty_like(model),
-            StateLayout.of(model, back.options.dim, bounds).empty(),
+            StateLayout.of(model, back.options.dim, cu_seqlens).empty(),
         )
         return tuple(grad if want else None for grad, want in zip(grads, back.wanted, strict=True))
 
@@ -198,8 +198,8 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Any:
 
     def elsewhere(*tensors: Any) -> Any:
         with torch.no_grad():
-            states, last = OPERATOR.forward(tensors, how, False)
-        return (states, last) if how.final else states
+            states, final_state = OPERATOR.forward(tensors, how, False)
+        return (states, final_state) if how.final else states
 
     launch = plans.plan_launch(tensors, how, elsewhere, record, recording)
     if launch is not None:
@@ -307,19 +307,19 @@ def in_front(
 
 def _forward_mapped(info: Any, in_dims: Any, *args: Any) -> Any:
     """The rule of ``torch.vmap``: one scan with a dimension more; if ``cu_seqlens`` is mapped, one of more sequences."""
-    gates, tokens, initial, bounds, *options = args
+    gates, tokens, initial, cu_seqlens, *options = args
     of_gates, of_tokens, of_initial, of_bounds, *_ = in_dims
     gates, tokens = in_front(info.batch_size, gates, tokens, of_gates, of_tokens)
     initial = _in_front(info.batch_size, initial, of_initial)
     if of_bounds is not None:
-        return _packed_maps(gates, tokens, initial, bounds.movedim(of_bounds, 0), options)
-    states, last = OPERATOR.op(gates, tokens, initial, bounds, *options)
-    return (states, last), (0, 0 if Options(*options).final else None)
+        return _packed_maps(gates, tokens, initial, cu_seqlens.movedim(of_bounds, 0), options)
+    states, final_state = OPERATOR.op(gates, tokens, initial, cu_seqlens, *options)
+    return (states, final_state), (0, 0 if Options(*options).final else None)
 
 
-def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, options: Any) -> Any:
+def _packed_maps(gates: Any, tokens: Any, initial: Any, cu_seqlens: Any, options: Any) -> Any:
     """The scans of maps that have bounds of their own, one after the other along time."""
-    how, count, time = Options(*options), bounds.shape[0], tokens.shape[options[0]]
+    how, count, time = Options(*options), cu_seqlens.shape[0], tokens.shape[options[0]]
 
     def packed(x: Tensor) -> Tensor:
         return x.movedim(0, how.dim - 1).flatten(how.dim - 1, how.dim)
@@ -328,12 +328,13 @@ def _packed_maps(gates: Tensor, tokens: Tensor, initial: Any, bounds: Tensor, op
         along: Tensor = x.unflatten(how.dim, (count, x.shape[how.dim] // count))
         return along.movedim(how.dim - 1, 0)
 
-    starts = torch.arange(count, device=bounds.device).unsqueeze(1) * time + bounds[:, :-1]
+    starts = torch.arange(count, device=cu_seqlens.device).unsqueeze(1) * time + cu_seqlens[:, :-1]
     every = torch.cat([starts.flatten(), starts.new_full((1,), count * time)])
     gates = gates.expand(count, *tokens.shape[1:])
     initial = None if initial is None else packed(initial)
-    states, last = OPERATOR.op(packed(gates), packed(tokens), initial, every, *options)
-    return (apart(states), apart(last) if how.final else last), (0, 0 if how.final else None)
+    states, final_state = OPERATOR.op(packed(gates), packed(tokens), initial, every, *options)
+    final_state, place = (apart(final_state), 0) if how.final else (final_state, None)
+    return (apart(states), final_state), (0, place)
 
 
 OPERATOR.register(

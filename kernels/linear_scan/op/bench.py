@@ -297,7 +297,7 @@ class ScanBenchmark(Benchmark):
         from scan_registry.kernels.linear_scan.op.function import linear_scan
 
         gates, tokens = case.random_gates(device), case.sequence(device)
-        bounds, initial = case.bounds(device), case.entering(device)
+        cu_seqlens, initial = case.bounds(device), case.entering(device)
 
         def forward() -> Any:
             return linear_scan(
@@ -306,7 +306,7 @@ class ScanBenchmark(Benchmark):
                 initial,
                 dim=case.dim,
                 reverse=case.reverse,
-                cu_seqlens=bounds,
+                cu_seqlens=cu_seqlens,
                 return_final_state=case.state,
                 backend=backend,
             )
@@ -318,7 +318,7 @@ class ScanBenchmark(Benchmark):
         options = Options(case.dim, case.reverse, backend=backend)
         wanted = True, True, case.state
         return lambda: plans.backward(
-            gates, states, tokens, initial, last_grad, bounds, options, wanted
+            gates, states, tokens, initial, last_grad, cu_seqlens, options, wanted
         )
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:

@@ -140,13 +140,13 @@ def linear_scan(
     options = Options(dim, reverse, return_final_state, backend)
     arguments = normalised(gates, tokens, initial_state, cu_seqlens, options)
     if reset is None:
-        states, last = scan(*arguments)
+        states, final_state = scan(*arguments)
     else:
         from scan_registry.kernels.linear_scan.op import resets as linear_scan_resets
 
         gates, tokens, *others = arguments
-        states, last = linear_scan_resets.scan(gates, tokens, reset, *others)  # type: ignore[arg-type]
-    return states if last is None else (states, last)
+        states, final_state = linear_scan_resets.scan(gates, tokens, reset, *others)  # type: ignore[arg-type]
+    return states if final_state is None else (states, final_state)
 
 
 def describe(
@@ -166,7 +166,8 @@ def describe(
     numbers. Nothing is computed."""
     options = Options(dim, reverse, return_final_state, backend)
     differentiable = gates, tokens, initial_state
-    gates, tokens, initial_state, bounds, options = normalised(*differentiable, cu_seqlens, options)
+    tensors = normalised(*differentiable, cu_seqlens, options)
+    gates, tokens, initial_state, cu_seqlens, options = tensors
     wanted = [tensor is not None and tensor.requires_grad for tensor in differentiable]
     if reset is not None:
         from scan_registry.kernels.linear_scan.op import resets as linear_scan_resets
@@ -176,12 +177,12 @@ def describe(
         return {}
     if reset is not None:
         if not tokens.is_cpu and linear_scan_resets.has_kernels(gates, tokens):
-            fused = reset, initial_state, bounds, options, any(wanted)
+            fused = reset, initial_state, cu_seqlens, options, any(wanted)
             return linear_scan_resets.describe(gates, tokens, *fused)
         from scan_registry.kernels.linear_scan.op import stretches as resets
 
-        gates, tokens, bounds, options = resets.stretches(tokens, options)
-    how = bounds, options.dim, options.reverse
+        gates, tokens, cu_seqlens, options = resets.stretches(tokens, options)
+    how = cu_seqlens, options.dim, options.reverse
     calls = {"forward": make_kernel_call("forward", gates, {"tokens": tokens}, *how)}
     if any(wanted):
         states = torch.empty_like(tokens, device="meta")

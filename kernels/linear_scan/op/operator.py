@@ -88,7 +88,7 @@ class LinearScan(Operator):
         return "gated_scan" if isinstance(call, gated_scan_problems.KernelCall) else self.name
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
-        gates_dtype, gates_shape, bounds = dtype, shape, None
+        gates_dtype, gates_shape, cu_seqlens = dtype, shape, None
         if args.gates_dtype is not None:
             gates_dtype = DTYPES[known("--gates-dtype", args.gates_dtype, [*DTYPES])]
         if args.gates_shape is not None:
@@ -100,7 +100,7 @@ class LinearScan(Operator):
                 )
             import torch
 
-            bounds = torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
+            cu_seqlens = torch.empty(args.sequences + 1, dtype=torch.int64, device="meta")
         tensors = described_tensor(gates_shape, gates_dtype), described_tensor(shape, dtype)
         how = {"dim": -1 if args.dim is None else args.dim, "reverse": args.reverse}
         of_gates = {"gates_dtype": gates_dtype, "gates_shape": list(gates_shape)}
@@ -116,7 +116,7 @@ class LinearScan(Operator):
                 dim = -1  # the call refuses it
             reset = torch.empty(reset_shape(shape, dim), dtype=torch.bool, device="meta")
         record["reset"] = bool(args.reset)
-        return ParsedCall(tensors, {**how, "cu_seqlens": bounds, "reset": reset}, record)
+        return ParsedCall(tensors, {**how, "cu_seqlens": cu_seqlens, "reset": reset}, record)
 
     def run_on_cpu(self, problem: LinearScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
         import torch
@@ -146,14 +146,14 @@ class LinearScan(Operator):
 
         gates = torch.empty(_gates_shape(case), dtype=getattr(torch, case.dtype), device="meta")
         full = torch.empty(case.shape, dtype=gates.dtype, device="meta")
-        bounds = None
+        cu_seqlens = None
         if case.sequences:
-            bounds = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
+            cu_seqlens = torch.empty(case.sequences + 1, dtype=torch.int64, device="meta")
         others = dict.fromkeys(_inputs(direction), full)
         # Tensors on meta count as aligned, as new ones are.
         call = make_kernel_call(
             "forward" if direction == "forward" else "backward",
-            *(gates, others, bounds, case.dim, case.reverse),
+            *(gates, others, cu_seqlens, case.dim, case.reverse),
         )
         fused = call.fused()
         return (call.problem,) if fused is None else (fused, call.problem)
@@ -166,8 +166,9 @@ class LinearScan(Operator):
 
         from scan_registry.kernels.linear_scan.op.problems import StateLayout
 
-        first, second, bounds = case.sequence(device), case.sequence(device), case.bounds(device)
-        layout = StateLayout.of(first, case.dim, bounds)
+        first, second = case.sequence(device), case.sequence(device)
+        cu_seqlens = case.bounds(device)
+        layout = StateLayout.of(first, case.dim, cu_seqlens)
         outputs = {name: torch.empty_like(first) for name in self.outputs(case, problem)}
         if problem.sums:
             outputs["gates_grad"] = layout.leaving(None)
@@ -178,7 +179,7 @@ class LinearScan(Operator):
             outputs[leaving] = layout.leaving(None)
         return {
             "gates": case.random_gates(device),
-            "offsets": bounds,
+            "offsets": cu_seqlens,
             **dict(zip(_inputs(problem.direction), (first, second), strict=False)),
             **states,
             **outputs,

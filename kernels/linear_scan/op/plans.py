@@ -152,15 +152,15 @@ def plan_forward(
     device = tokens.device
     layout = StateLayout.of(tokens, dim, cu_seqlens)
 
-    def by_reference(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
-        states, last = reference.forward(
-            gates, tokens, initial, dim=dim, reverse=reverse, cu_seqlens=bounds
+    def by_reference(gates: Tensor, tokens: Tensor, initial: Any, cu_seqlens: Any) -> Any:
+        states, final_state = reference.forward(
+            gates, tokens, initial, dim=dim, reverse=reverse, cu_seqlens=cu_seqlens
         )
-        return states, layout.entering(last) if final else None
+        return states, layout.entering(final_state) if final else None
 
     if tokens.numel() == 0:
 
-        def nothing(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
+        def nothing(gates: Tensor, tokens: Tensor, initial: Any, cu_seqlens: Any) -> Any:
             return torch.empty_like(tokens), layout.unchanged(initial) if final else None
 
         return nothing
@@ -172,16 +172,16 @@ def plan_forward(
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
 
-    def plan(gates: Tensor, tokens: Tensor, initial: Any, bounds: Any) -> Any:
+    def plan(gates: Tensor, tokens: Tensor, initial: Any, cu_seqlens: Any) -> Any:
         states = torch.empty_like(tokens)
         entering = layout.entering(initial)
-        last = layout.leaving(entering) if final else None
+        final_state = layout.leaving(entering) if final else None
         inputs = {"gates": gates, "tokens": tokens}
         if call.copied:
             inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
-        others = {"initial_state": entering, "final_state": last, "offsets": bounds}
+        others = {"initial_state": entering, "final_state": final_state, "offsets": cu_seqlens}
         run({**inputs, **others, "states": states})
-        return states, last
+        return states, final_state
 
     return plan
 
@@ -229,9 +229,9 @@ def summary(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Tensor, Te
 
 def summary_on_cpu(gates: Tensor, tokens: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """By the compiled scan, whose states are dropped."""
-    _, last = forward(gates, tokens, None, None, options._replace(final=True))
-    assert last is not None
-    return reference.product(gates, tokens, options.dim), last
+    _, final_state = forward(gates, tokens, None, None, options._replace(final=True))
+    assert final_state is not None
+    return reference.product(gates, tokens, options.dim), final_state
 
 
 def _plan_summary(gates: Tensor, tokens: Tensor, options: Options) -> Callable[..., Any]:
@@ -309,11 +309,11 @@ def plan_backward(
     layout = StateLayout.of(model, dim, cu_seqlens)
 
     def by_reference(
-        gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
+        gates: Tensor, states: Any, initial: Any, cu_seqlens: Any, grad: Tensor, last_grad: Any
     ) -> Any:
         known = torch.zeros_like(grad) if states is None else states
         of_gates, of_tokens, leaving = reference.backward(
-            gates, known, grad, initial, last_grad, dim=dim, reverse=reverse, cu_seqlens=bounds
+            gates, known, grad, initial, last_grad, dim=dim, reverse=reverse, cu_seqlens=cu_seqlens
         )
         grads = of_gates, of_tokens, layout.entering(leaving)
         return tuple(grad if want else None for grad, want in zip(grads, wanted, strict=True))
@@ -342,7 +342,7 @@ def plan_backward(
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
 
     def plan(
-        gates: Tensor, states: Any, initial: Any, bounds: Any, grad: Tensor, last_grad: Any
+        gates: Tensor, states: Any, initial: Any, cu_seqlens: Any, grad: Tensor, last_grad: Any
     ) -> Any:
         model = grad if states is None else states
         initial, entering = layout.entering(initial), layout.entering(last_grad)
@@ -366,14 +366,14 @@ def plan_backward(
                 "gates_grad": gates_grad,
                 "tokens_grad": tokens_grad,
                 "initial_state_grad": leaving,
-                "offsets": bounds,
+                "offsets": cu_seqlens,
             }
         )
         if summing is not None:
             assert gates_grad is not None
-            gates_grad = _sum_to(gates, gates_grad, dim, bounds)
+            gates_grad = _sum_to(gates, gates_grad, dim, cu_seqlens)
         elif reduce is not None:
-            gates_grad = reduce(gates, model, tokens_grad, initial, bounds)
+            gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)
         elif gates_grad is not None and broadcast:
             gates_grad = gates_grad.sum_to_size(gates.shape).contiguous()
         return gates_grad, tokens_grad if for_tokens else None, leaving
@@ -400,9 +400,9 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
     return run if callable(run) else None
 
 
-def _sum_to(gates: Tensor, sums: Tensor, dim: int, bounds: Tensor | None) -> Tensor:
+def _sum_to(gates: Tensor, sums: Tensor, dim: int, cu_seqlens: Tensor | None) -> Tensor:
     """Sums that lie as states do, over sequences and whatever else the gates are broadcast along."""
-    sums = sums.unsqueeze(dim) if bounds is None else sums.sum(dim, keepdim=True)
+    sums = sums.unsqueeze(dim) if cu_seqlens is None else sums.sum(dim, keepdim=True)
     return sums.sum_to_size(gates.shape).to(gates.dtype).contiguous()
 
 
@@ -420,10 +420,10 @@ def _plan_reduction(
         return None
     dtype, pieces = reference.compute_dtype(states.dtype), problem.reduction().pieces
 
-    def plan(gates: Tensor, states: Tensor, tokens_grad: Any, initial: Any, bounds: Any) -> Any:
+    def plan(gates: Tensor, states: Tensor, tokens_grad: Any, initial: Any, cu_seqlens: Any) -> Any:
         partial = torch.empty((pieces, *gates.shape), dtype=dtype, device=states.device)
         inputs = {"tokens_grad": tokens_grad, "states": states, "initial_state": initial}
-        run({**inputs, "gates_grad": partial, "offsets": bounds})
+        run({**inputs, "gates_grad": partial, "offsets": cu_seqlens})
         return (partial.sum(0) if pieces > 1 else partial[0]).to(gates.dtype)
 
     return plan

@@ -47,10 +47,10 @@ def scan(
         return resets.scan(*tensors, options)
     view = _View(tokens.shape, options.dim)
     of_three = GatedOptions("linear", -2, *options[1:])
-    states, last = gated_scan_derivatives.scan(view.arguments(*tensors), of_three)
-    if last is not None:
-        last = view.state_back(last, cu_seqlens is not None)
-    return view.back(states).to(tokens.dtype), last
+    states, final_state = gated_scan_derivatives.scan(view.arguments(*tensors), of_three)
+    if final_state is not None:
+        final_state = view.state_back(final_state, cu_seqlens is not None)
+    return view.back(states).to(tokens.dtype), final_state
 
 
 def check(reset: Tensor, tokens: Tensor, options: Options) -> None:

@@ -37,8 +37,8 @@ def stretches(tokens: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor,
         del others[0]  # the batch
     steps = tokens.numel() // math.prod(others)
     x = torch.empty(steps, *others, dtype=compute_dtype(tokens.dtype), device="meta")
-    bounds = torch.empty(steps + 1, dtype=torch.int64, device="meta")
-    return x, x, bounds, Options(-x.dim(), options.reverse, False, options.backend)
+    cu_seqlens = torch.empty(steps + 1, dtype=torch.int64, device="meta")
+    return x, x, cu_seqlens, Options(-x.dim(), options.reverse, False, options.backend)
 
 
 def scan(
@@ -67,13 +67,15 @@ def scan(
         initial_state = (
             initial_state.movedim(places, (0, 1)) if packed else initial_state.unsqueeze(1)
         )
-    states, last = _scan(gates, tokens, reset, initial_state, cu_seqlens, options)
-    if last is not None:
-        last = last.movedim((0, 1), places) if cu_seqlens is not None else last.squeeze(1)
+    states, final_state = _scan(gates, tokens, reset, initial_state, cu_seqlens, options)
     states = states.movedim((0, 1), places)
+    if final_state is not None:
+        packed = cu_seqlens is not None
+        final_state = final_state.movedim((0, 1), places) if packed else final_state.squeeze(1)
     if rank == 1:
-        states, last = states.squeeze(0), None if last is None else last.squeeze(0)
-    return states.to(dtype), last
+        states = states.squeeze(0)
+        final_state = None if final_state is None else final_state.squeeze(0)
+    return states.to(dtype), final_state
 
 
 def _scan(
@@ -81,7 +83,7 @@ def _scan(
     tokens: Tensor,
     reset: Tensor,
     initial: Tensor | None,
-    bounds: Tensor | None,
+    cu_seqlens: Tensor | None,
     options: Options,
 ) -> tuple[Tensor, Tensor | None]:
     """The same of (batch, time, …); states before and after have as many sequences in place of time."""
@@ -91,10 +93,10 @@ def _scan(
     restarts = reset.view(along) if reset.is_contiguous() else reset.reshape(along)
     # A gate there is of no account, whatever it is.
     gates = torch.where(restarts, 0, gates)
-    if bounds is None:
+    if cu_seqlens is None:
         number, first = None, torch.arange(time, device=device) == (time - 1 if reverse else 0)
     else:
-        number, first = derivatives.sequences_of_steps(bounds, time, reverse)
+        number, first = derivatives.sequences_of_steps(cu_seqlens, time, reverse)
     if initial is not None:
         # What enters a sequence becomes part of its first token, unless it starts anew there.
         entering = initial if number is None else initial.index_select(1, number)
@@ -113,16 +115,16 @@ def _scan(
         gates.flatten(0, 1), tokens.flatten(0, 1), None, cuts, of_stretches
     )
     states = states.unflatten(0, (batch, time))
-    return states, _last(states, initial, bounds, reverse) if options.final else None
+    return states, _last(states, initial, cu_seqlens, reverse) if options.final else None
 
 
-def _last(states: Tensor, initial: Tensor | None, bounds: Tensor | None, reverse: bool) -> Tensor:
+def _last(states: Tensor, initial: Any, cu_seqlens: Tensor | None, reverse: bool) -> Tensor:
     """The state after each sequence; what enters those without steps. It shares no memory with the states, or it would keep
     all of them, and change where they are changed."""
     time = states.shape[1]
-    if bounds is None:
+    if cu_seqlens is None:
         return states.narrow(1, 0 if reverse else time - 1, 1).clone()
-    begin, end = bounds[:-1], bounds[1:]
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     last = states.index_select(1, (begin if reverse else end - 1).clamp(0, time - 1))
     nonempty = (begin < end).view(1, -1, *(1 for _ in states.shape[2:]))
     return torch.where(nonempty, last, 0 if initial is None else initial)

@@ -123,8 +123,8 @@ OPERATOR = _Derivatives()
 
 def scan(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state of ``normalised`` arguments; differentiable."""
-    out, last, *_ = OPERATOR(arguments, options)
-    return out, last
+    out, final_state, *_ = OPERATOR(arguments, options)
+    return out, final_state
 
 
 def first_derivative(

@@ -203,10 +203,10 @@ def _terms(arguments: Arguments, options: Options) -> Terms:
 
 
 def _packing(arguments: Arguments) -> Packing | None:
-    bounds = arguments.cu_seqlens
-    if bounds is None:
+    cu_seqlens = arguments.cu_seqlens
+    if cu_seqlens is None:
         return None
-    return Packing(bounds, bounds[1:] - 1, bounds[1:] > bounds[:-1])
+    return Packing(cu_seqlens, cu_seqlens[1:] - 1, cu_seqlens[1:] > cu_seqlens[:-1])
 
 
 def _before(terms: Terms, packing: Packing | None, arguments: Arguments) -> Tensor:

@@ -57,8 +57,8 @@ def _run(
 
 def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state."""
-    u, bounds = arguments.u, arguments.cu_seqlens
-    between = () if bounds is None else (bounds.shape[0] - 1,)
+    u, cu_seqlens = arguments.u, arguments.cu_seqlens
+    between = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
     out = torch.empty_like(u)
     last = arguments.A.new_empty((u.shape[0], *between, *arguments.A.shape))
     strided = u, arguments.delta, arguments.z, out, arguments.B, arguments.C

@@ -128,8 +128,9 @@ def selective_scan(
         return sharded  # type: ignore[no-any-return]
     final = as_bool("return_final_state", return_final_state)
     arguments = normalised(*tensors, delta_softplus, backend)
-    out, last = selective_scan_derivatives.scan(arguments, Options(bool(delta_softplus), backend))
-    return (out, last) if final else out
+    options = Options(bool(delta_softplus), backend)
+    out, final_state = selective_scan_derivatives.scan(arguments, options)
+    return (out, final_state) if final else out
 
 
 def describe(

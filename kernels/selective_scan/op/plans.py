@@ -123,9 +123,9 @@ def make_forward(*args: Any) -> Plan:
 
     def by_reference(arguments: Arguments) -> Outputs:
         outputs = empty_outputs(arguments, options, training)
-        out, last = composed.forward(arguments, options)
+        out, final_state = composed.forward(arguments, options)
         outputs.out.copy_(out)
-        outputs.last.copy_(last)
+        outputs.last.copy_(final_state)
         if outputs.checkpoints.numel():
             outputs.checkpoints.copy_(_kept_by_reference(arguments, options))
         return outputs
@@ -148,8 +148,8 @@ def make_forward(*args: Any) -> Plan:
         return lambda *tensors: run(Arguments(*tensors))
 
     def plan(*tensors: Any) -> Outputs:
-        out, last, _ = run(Arguments(*tensors))
-        return Outputs(out, last, out.new_empty(0, dtype=torch.float32))
+        out, final_state, _ = run(Arguments(*tensors))
+        return Outputs(out, final_state, out.new_empty(0, dtype=torch.float32))
 
     return plan
 
@@ -194,10 +194,10 @@ def inputs_of(model: Arguments) -> Callable[[Arguments], dict[str, Tensor | None
     def pointers(arguments: Arguments) -> dict[str, Tensor | None]:
         if spread:
             arguments = with_groups(arguments)
-        u, delta, A, B, C, D, z, bias, initial, bounds = arguments
+        u, delta, A, B, C, D, z, bias, initial, cu_seqlens = arguments
         tensors = {
             "u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": bias,
-            "initial_state": initial, "cu_seqlens": bounds,
+            "initial_state": initial, "cu_seqlens": cu_seqlens,
         }  # fmt: skip
         for name in gaps:
             tensors[name] = _dense(tensors[name])

@@ -93,7 +93,7 @@ def make_problem(
 ) -> SelectiveScanProblem:
     """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
     ``addresses`` say how far all are aligned, up to 16 bytes."""
-    u, bounds = arguments.u, arguments.cu_seqlens
+    u, cu_seqlens = arguments.u, arguments.cu_seqlens
     batch, channels, time = u.shape
     groups = arguments.B.shape[1]
     layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
@@ -117,13 +117,13 @@ def make_problem(
         strides=tuple(strides),
         softplus=options.softplus,
         parts=parts,
-        sequences=0 if bounds is None else bounds.shape[0] - 1,
-        aligned=bounds is None
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        aligned=cu_seqlens is None
         and length % unit == 0
         and all(_on_16_bytes(tensor, along, addresses) for tensor in sequences),
         whole=(
-            bounds is None and _on_16_bytes(arguments.B, 3, addresses),
-            bounds is None and _on_16_bytes(arguments.C, 3, addresses),
+            cu_seqlens is None and _on_16_bytes(arguments.B, 3, addresses),
+            cu_seqlens is None and _on_16_bytes(arguments.C, 3, addresses),
         ),
     )
 

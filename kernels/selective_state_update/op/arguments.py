@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
 _NAMES = (*Arguments._fields[:-1], "state_batch_indices")
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -80,7 +80,7 @@ def _check_tensors(present: dict[str, Any]) -> None:
         if value.dtype not in accepted:
             beside = " with a state of float64" if wide and name != "state" else ""
             raise TypeError(
-                f"{name} has dtype {_name(value.dtype)}; accepted are {', '.join(map(_name, accepted))}{beside}"
+                f"{name} has dtype {dtype_name(value.dtype)}; accepted are {', '.join(map(dtype_name, accepted))}{beside}"
             )
 
 

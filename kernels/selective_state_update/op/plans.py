@@ -17,7 +17,12 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.selective_state_update import reference
-from scan_registry.kernels.selective_state_update.op.arguments import COMPILED, Arguments, check
+from scan_registry.kernels.selective_state_update.op.arguments import (
+    COMPILED,
+    Arguments,
+    check,
+    dtype_name,
+)
 from scan_registry.kernels.selective_state_update.problem import DIMENSIONS, FORMATTED, StepProblem
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.ops.call import fast_path, launch_from_c
@@ -83,14 +88,14 @@ def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -
     unit = 16 // state.element_size()
     formatted = (named[name] for name in FORMATTED)
     problem = StepProblem(
-        dtype=_name(state.dtype),
+        dtype=dtype_name(state.dtype),
         batch=x.shape[0],
         heads=heads,
         channels=state.shape[-2],
         states=state.shape[-1],
         groups=arguments.B.shape[1] if arguments.B.dim() == 3 else 1,
         slots=state.shape[0],
-        dtypes=tuple("float32" if t is None else _name(t.dtype) for t in formatted),
+        dtypes=tuple("float32" if t is None else dtype_name(t.dtype) for t in formatted),
         strides=tuple(
             stride for name in DIMENSIONS for stride in _strides(name, named[name], state)
         ),
@@ -105,10 +110,6 @@ def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -
         wide_indices=arguments.indices is not None and arguments.indices.dtype == torch.int64,
     )
     return KernelCall(problem)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- Running ----------------------------------------------------------------------------------
