@@ -5,6 +5,7 @@ Sources are read token by token, so that comments, messages and English sentence
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import subprocess
@@ -176,6 +177,31 @@ def test_macros_of_static_parameters_are_gone() -> None:
     for name in sources():
         if name.startswith("kernels/") and name.endswith((".cu", ".cuh")):
             assert not given_up & set(identifiers(name)), name
+
+
+#: Names that do not say what a variable holds.
+EMPTY_NAMES = frozenset({"found", "given", "each", "made", "held", "room", "told"})
+#: Fields that documents and other modules know by such a name.
+FIELDS = frozenset({("held", "kernels/linear_scan/timing_model.py"), ("given", "kernels/model.py")})
+
+
+def bindings(name: str) -> Iterator[str]:
+    """Names of variables and parameters that a module of Python binds."""
+    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_variables_are_named_for_what_they_hold() -> None:
+    bound = {
+        (each, name)
+        for name in sources()
+        if name.endswith(PYTHON) and not name.startswith("tests/")
+        for each in EMPTY_NAMES.intersection(bindings(name))
+    }
+    assert bound == FIELDS
 
 
 def test_what_is_allowed_is_there() -> None:
