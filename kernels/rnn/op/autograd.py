@@ -79,10 +79,11 @@ class _Derivatives(Derivatives):
     def plan_backward(self, back: Pass) -> Callable[..., Gradients] | None:
         if back.grads[2] is not None:
             return None
-        run = rnn_plans.plan_backward(*(*_in_order(back), back.options))
+        options, wanted = back.options, back.wanted  # the plan outlives the tensors of this pass
+        run = rnn_plans.plan_backward(*(*_in_order(back), options))
 
         def plan(*tensors: Any) -> Gradients:
-            here = back._replace(saved=tensors[:6], grads=tensors[6:])
+            here = Pass(tensors[:6], tensors[6:], options, wanted)
             return _of_arguments(rnn_plans.within_memory(run, *_in_order(here)), here)
 
         return plan
