@@ -143,9 +143,9 @@ def _back(
     own = inputs if packing else inputs._replace(initial=None)
     ends = _piece(own, packing, carry, 0, end - begin, options, offset=begin)
     pairs = [(x, g) for x, g in zip(ends, arriving, strict=True) if x is not None and g is not None]
-    xs, gs = zip(*pairs, strict=True)
+    outputs, output_grads = [x for x, _ in pairs], [g for _, g in pairs]
     sources = [t for t in (*own, carry) if t is not None]
-    grads = iter(torch.autograd.grad(xs, sources, gs, materialize_grads=True))
+    grads = iter(torch.autograd.grad(outputs, sources, output_grads, materialize_grads=True))
     own_grads = Terms._make(None if t is None else next(grads) for t in own)
     return own_grads, None if carry is None else next(grads)
 

@@ -45,9 +45,9 @@ def _run(
     """``strided`` are all that have strides, in the kernel's order; ``others`` its pointers after those that both
     directions have."""
     u, _, A, B, C, D, _, bias, initial_state, cu_seqlens = arguments
-    pointers = _addresses(
-        [*strided, *map(_dense, (A, D, bias, initial_state)), cu_seqlens, *others]
-    )
+    # Copies among these live until the kernel has read them.
+    dense = [_dense(tensor) for tensor in (A, D, bias, initial_state)]
+    pointers = _addresses([*strided, *dense, cu_seqlens, *others])
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     strides = [step for t in strided for step in ((0, 0, 0) if t is None else t.stride())]
     sizes = *u.shape, A.shape[1], B.shape[1], C.shape[1], sequences, int(options.softplus)
