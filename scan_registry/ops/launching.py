@@ -85,6 +85,12 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> int:
     return bits & 15
 
 
+def pointers_of(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+    """Addresses as compiled code takes them, None for a tensor that is None. The caller keeps the tensors until that code has
+    returned: a copy that only the argument holds is freed before, and its memory may be used again."""
+    return tuple([None if tensor is None else tensor.data_ptr() for tensor in tensors])
+
+
 #: What torch's own compiler allocates with, past the dispatcher, on the current device; where this torch has it.
 _EMPTY: dict[str, Any] = {
     kind: function

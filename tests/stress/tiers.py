@@ -8,7 +8,7 @@ first has left in the caches ("warm"). Measured are
 
     import     importing the operator, torch being imported already and a CUDA context open
     forward    the first call, to its synchronised result
-    backward   the first derivative, likewise
+    backward   the first derivative, to its synchronised result
     again      a later call
 
 The exit status is 1 if a tier is not the one that was to be forced, or if the states or a gradient are off.

@@ -19,6 +19,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
 )
 from scan_registry.kernels.causal_conv1d.problem import ConvProblem, ReductionProblem, UpdateProblem
 from scan_registry.ops import _cpu
+from scan_registry.ops.launching import pointers_of
 
 #: What a call does to its tensors; None where the compiled code does not compute it.
 Plan = Callable[..., Any] | None
@@ -67,7 +68,7 @@ def _run(
     """Call ``kernel``. ``like`` are x and the weight, which give the dtypes. ``tensors`` are the kernel's pointers.
     The strides of those in ``strided`` are passed too."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in like]
-    pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    pointers = pointers_of(tensors)
     scalars = tuple(map(int, (*sizes, *(n for tensor in strided for n in tensor.stride()))))
     getattr(_cpu, kernel)(*dtypes, pointers, scalars, torch.get_num_threads())
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend, Decision
@@ -68,15 +69,6 @@ def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | 
     return None
 
 
-def _common_alignment(tensors: Sequence[Tensor | None]) -> int:
-    """The largest power of two up to 16 that divides every address. Plans are kept by it."""
-    together = 16
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_meta:
-            together |= tensor.data_ptr()
-    return together & -together
-
-
 def _new_strides(x: Tensor) -> tuple[int, ...]:
     """Of a new tensor like x."""
     return x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
@@ -114,7 +106,9 @@ def make_kernel_call(
         time=x.shape[2],
         width=arguments.weight.shape[1],
         strides=tuple(Strides(*own) for own in (*own.values(), dense)),
-        alignment=_common_alignment([*arguments, y_grad, *others]),
+        alignment=common_alignment(
+            t.data_ptr() for t in (*arguments, y_grad, *others) if t is not None and not t.is_meta
+        ),
         sequences=0 if arguments.cu_seqlens is None else arguments.cu_seqlens.shape[0] - 1,
         indexed=arguments.seq_idx is not None,
         silu=options.silu,

@@ -17,6 +17,7 @@ from scan_registry.kernels.rnn.op.arguments import COMPILED, Options
 from scan_registry.kernels.rnn.op.layout import empty_like_inputs
 from scan_registry.kernels.rnn.problem import SIZES, Function
 from scan_registry.ops import _cpu
+from scan_registry.ops.launching import pointers_of
 
 
 def takes(tensor: Tensor, backend: str) -> bool:
@@ -92,7 +93,7 @@ def _run(
     clip: float,
 ) -> None:
     kernel = _cpu.rnn_forward if direction == "forward" else _cpu.rnn_backward
-    pointers = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    pointers = pointers_of(tensors)
     kernel(function, pointers, tuple(scalars), clip, torch.get_num_threads())
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.ops import _cpu
+from scan_registry.ops.launching import pointers_of
 
 
 def takes(arguments: Arguments, options: Options) -> bool:
@@ -31,10 +32,6 @@ def _dense(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _addresses(tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
-    return tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-
 def _run(
     kernel: str,
     arguments: Arguments,
@@ -47,7 +44,7 @@ def _run(
     u, _, A, B, C, D, _, bias, initial_state, cu_seqlens = arguments
     # Copies among these live until the kernel has read them.
     dense = [_dense(tensor) for tensor in (A, D, bias, initial_state)]
-    pointers = _addresses([*strided, *dense, cu_seqlens, *others])
+    pointers = pointers_of([*strided, *dense, cu_seqlens, *others])
     sequences = 0 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     strides = [step for t in strided for step in ((0, 0, 0) if t is None else t.stride())]
     sizes = *u.shape, A.shape[1], B.shape[1], C.shape[1], sequences, int(options.softplus)
