@@ -37,18 +37,21 @@ def family(name: str) -> Family:
 
 
 @cache
-def operators() -> tuple[str, ...]:
-    """Names of the families that have a public function, in alphabetical order."""
-    return tuple(path.parents[1].name for path in sorted(ROOT.glob("*/op/operator.py")))
+def operators(module: str = "operator") -> tuple[str, ...]:
+    """Names of the families that have a public function, or this module of ``op``, in alphabetical order."""
+    return tuple(path.parents[1].name for path in sorted(ROOT.glob(f"*/op/{module}.py")))
 
 
 @cache
-def public() -> dict[str, str]:
-    """The public names of all families' functions, and the modules that define them. Imports nothing but the names."""
+def public(table: str = "PUBLIC") -> dict[str, str]:
+    """The public names of all families' functions, and the modules that define them. Imports nothing but the names.
+
+    ``table`` is the table in the families' folders that has the names. A family may lack the table ``DISTRIBUTED``, of the
+    names in ``scan_registry.distributed``.
+    """
     homes = dict[str, str]()
     for name in operators():
         folder = importlib.import_module(f"{__name__}.{name}")
-        homes.update(
-            {public: f"{folder.__name__}.{home}" for public, home in folder.PUBLIC.items()}
-        )
+        names: dict[str, str] = getattr(folder, table, {})
+        homes.update({public: f"{folder.__name__}.{home}" for public, home in names.items()})
     return homes

@@ -15,8 +15,8 @@ from scan_registry.kernels import operators
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Where modules and stand-ins are, which are of families. ``distributed`` has families' operators over ranks.
-HOMES = tuple(ROOT / "scan_registry" / name for name in ("nn", "compat", "distributed"))
+#: Where modules and stand-ins are, which are of families.
+HOMES = tuple(ROOT / "scan_registry" / name for name in ("nn", "compat"))
 #: Tools that work on every family; others are programs for people who work on one.
 TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py", "sanitize.py")
 #: What names families all the same, and why.
@@ -24,6 +24,8 @@ ALLOWED = {
     "scan_registry/__init__.py": "the public names, which readers and type checkers look for there",
     "scan_registry/bench/distributed.py": "times linear_scan over ranks",
     "scan_registry/cli/bench_distributed.py": "the command for that",
+    "scan_registry/distributed/__init__.py": "its public names, as in ``scan_registry/__init__.py``",
+    "scan_registry/distributed/reduce.py": "composes the summaries of many ranks by one linear_scan",
     "scan_registry/diagnostics/first_calls.py": "says which call was timed",
     "ci/environments.py": "calls public functions of an installed release, as its users do",
 }

@@ -5,3 +5,5 @@ PUBLIC = {
     "causal_conv1d": "op.function",
     "causal_conv1d_update": "op.function",
 }
+#: The same of the names in ``scan_registry.distributed``.
+DISTRIBUTED = {"causal_conv1d": "op.distributed"}

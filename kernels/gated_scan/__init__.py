@@ -8,3 +8,5 @@ PUBLIC = {
     "min_lstm": "op.kinds",
     "rg_lru": "op.kinds",
 }
+#: The same of the names in ``scan_registry.distributed``.
+DISTRIBUTED = {"gated_scan": "op.distributed"}

@@ -6,3 +6,5 @@ PUBLIC = {
     "linear_scan_step": "op.step",
     "linear_scan_summary": "op.summary",
 }
+#: The same of the names in ``scan_registry.distributed``.
+DISTRIBUTED = {"linear_scan": "op.distributed", "scan_summary": "op.distributed_summary"}

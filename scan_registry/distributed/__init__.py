@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
-    from scan_registry.distributed.convolution import causal_conv1d
-    from scan_registry.distributed.gated import gated_scan
-    from scan_registry.distributed.linear import linear_scan
-    from scan_registry.distributed.selective import selective_scan
-    from scan_registry.distributed.summary import scan_summary
+    from scan_registry.kernels.causal_conv1d.op.distributed import causal_conv1d
+    from scan_registry.kernels.gated_scan.op.distributed import gated_scan
+    from scan_registry.kernels.linear_scan.op.distributed import linear_scan
+    from scan_registry.kernels.linear_scan.op.distributed_summary import scan_summary
+    from scan_registry.kernels.selective_scan.op.distributed import selective_scan
 
 __all__ = [
     "causal_conv1d",
@@ -24,12 +24,11 @@ __all__ = [
     "selective_scan",
 ]
 
-_HOMES: dict[str, str | None] = {
-    "causal_conv1d": "scan_registry.distributed.convolution",
-    "gated_scan": "scan_registry.distributed.gated",
-    "linear_scan": "scan_registry.distributed.linear",
-    "selective_scan": "scan_registry.distributed.selective",
-    "scan_summary": "scan_registry.distributed.summary",
-}
 
-__getattr__, __dir__ = lazy.names(globals(), _HOMES)
+def _of_families() -> dict[str, str]:
+    from scan_registry.kernels import public
+
+    return public("DISTRIBUTED")
+
+
+__getattr__, __dir__ = lazy.names(globals(), {}, _of_families)

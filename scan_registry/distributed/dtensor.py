@@ -15,12 +15,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from scan_registry.distributed.layouts import LAYOUTS, Layout
+from scan_registry import kernels
+from scan_registry.distributed.layouts import Layout, Sharding
 from scan_registry.ops.registration import NAMESPACE
 from scan_registry.ops.strides import dense_strides, memory_order
 
-__all__ = ["Layout", "choose", "register"]
+__all__ = ["LAYOUTS", "SHARDINGS", "Layout", "choose", "register"]
 
+#: What families say of their tensors, by the families' names.
+SHARDINGS: dict[str, Sharding] = {
+    name: import_module(f"{kernels.__name__}.{name}.op.sharding").SHARDING
+    for name in kernels.operators("sharding")
+}
+#: The functions that return an operator's layout, by the operators' names.
+LAYOUTS = {
+    name: layout for sharding in SHARDINGS.values() for name, layout in sharding.operators.items()
+}
 #: For each dimension of a mesh the letter that is sharded over it (see ``layouts``); an empty string if none is.
 Choice = tuple[str, ...]
 

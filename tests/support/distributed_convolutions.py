@@ -13,7 +13,7 @@ from torch import Tensor
 
 import scan_registry
 from scan_registry import distributed
-from scan_registry.distributed import convolution
+from scan_registry.kernels.causal_conv1d.op import distributed as convolution
 
 CHANNELS = 3
 KINDS = ("plain", "seq_idx", "cu_seqlens")

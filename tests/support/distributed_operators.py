@@ -15,10 +15,11 @@ from distributed_cases import close, summed
 from torch import Tensor
 
 from scan_registry import distributed, gated_scan, selective_scan
-from scan_registry.distributed import opening, selective_chunks
+from scan_registry.distributed import opening
 from scan_registry.distributed.group import resolve
-from scan_registry.distributed.selective import Run
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.kernels.selective_scan.op import distributed_chunks as selective_chunks
+from scan_registry.kernels.selective_scan.op.distributed import Run
 
 
 def gated(rank: int, ranks: int, group: Any, kind: str, dim: int, packed: bool) -> None:

@@ -14,6 +14,8 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
+from scan_registry.kernels import operators
+
 RANKS = 7
 SIZES = (1, 2, 3, 4, RANKS)
 #: Of a collective, in seconds: longer than any takes that is not stuck.
@@ -74,8 +76,8 @@ class RankPool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         # What one rank or another imports sooner or later, once for all of them; the last is what a compilation needs.
-        modules = "linear", "convolution", "time_shards"
-        names = [f"scan_registry.distributed.{module}" for module in modules]
+        names = ["scan_registry.distributed.time_shards"]
+        names += [f"scan_registry.kernels.{f}.op.distributed" for f in operators("distributed")]
         tensors = [
             f"torch.distributed.{name}" for name in ("fsdp", "tensor.parallel", "tensor.debug")
         ]

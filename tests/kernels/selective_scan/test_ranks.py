@@ -12,13 +12,13 @@ from emulated_selective_scan import Play, player
 from torch import Tensor
 
 from scan_registry.distributed import parts as parts_of_time
-from scan_registry.distributed import selective_chunks
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import Opened
-from scan_registry.distributed.selective import Run
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.selective_scan import reference
+from scan_registry.kernels.selective_scan.op import distributed_chunks as selective_chunks
 from scan_registry.kernels.selective_scan.op.arguments import Options
+from scan_registry.kernels.selective_scan.op.distributed import Run
 
 OPTIONS = Options(True)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from scan_registry import kernels
 from scan_registry.distributed import layouts
-from scan_registry.distributed.dtensor import Input, choose
-from scan_registry.distributed.layouts import LAYOUTS, Layout
+from scan_registry.distributed.dtensor import LAYOUTS, Input, choose
+from scan_registry.distributed.layouts import Layout
 
 for name in kernels.operators():
     import_module(f"{kernels.__name__}.{name}.op.function")  # they register their operators

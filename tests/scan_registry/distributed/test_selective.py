@@ -13,9 +13,9 @@ from distributed_operators import (
 )
 from rank_pool import SIZES, RankPool
 
-from scan_registry.distributed.selective import summed_sizes
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
+from scan_registry.kernels.selective_scan.op.distributed import summed_sizes
 
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scan_registry.distributed import selective_chunks
+from scan_registry.kernels.selective_scan.op import distributed_chunks as selective_chunks
 from scan_registry.kernels.selective_scan.op.arguments import Arguments
 
 

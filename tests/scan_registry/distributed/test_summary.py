@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scan_registry.distributed.summary import summary_into
 from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options
+from scan_registry.kernels.linear_scan.op.distributed_summary import summary_into
 
 
 @pytest.mark.parametrize("time_last", [False, True])

@@ -2,7 +2,7 @@
 
 Forward each rank scans its part twice. The first scan starts from zero and makes the part's summary: the product of the gates,
 and the last state. The second scan starts from the state before the part. Both scans work on chunks of the part at once
-(``selective_chunks``), unless sequences are packed.
+(``distributed_chunks``), unless sequences are packed.
 
 Backward nothing is read twice on a GPU, unless sequences are packed. The kernel ``adjoint``, which the backward pass of few
 channels runs in any case, tells what the gradient of the state before a part is, for any gradient of the state after it. Ranks
@@ -21,16 +21,16 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import parts, reduce
-from scan_registry.distributed import selective_chunks as chunks
 from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.opening import check_local
 from scan_registry.distributed.reduce import Call, Tensors
-from scan_registry.distributed.selective_chunks import Summary
 from scan_registry.kernels.selective_scan import reference
+from scan_registry.kernels.selective_scan.op import distributed_chunks as chunks
 from scan_registry.kernels.selective_scan.op import plans
 from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options, normalised
 from scan_registry.kernels.selective_scan.op.autograd import first_derivative
+from scan_registry.kernels.selective_scan.op.distributed_chunks import Summary
 from scan_registry.kernels.selective_scan.op.function import selective_scan as scan_of_one
 from scan_registry.ops.call import unobserved
 from scan_registry.ops.checks import as_bool
@@ -131,22 +131,22 @@ def selective_scan(
         RuntimeError: there is no process group, another rank refused its arguments, or a second derivative is asked for.
         NoKernelError: as for ``scan_registry.selective_scan``.
     """
-    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
-    return _selective_scan(tensors, group, cu_seqlens, delta_softplus, return_final_state, backend)  # type: ignore[no-any-return]
+    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
+    return call(tensors, (delta_softplus, return_final_state, backend), group)  # type: ignore[no-any-return]
 
 
 @untraced
-def _selective_scan(
-    tensors: tuple[Any, ...], group: Any, cu_seqlens: Any, softplus: Any, final: Any, backend: Any
-) -> Any:
+def call(every: tuple[Any, ...], options: tuple[Any, ...], group: Any) -> Any:
+    """As ``selective_scan``, with the tensors and options as ``scan_registry.selective_scan`` passes them to ``call_sharded``."""
+    tensors, cu_seqlens = every[:-1], every[-1]
+    softplus, final, backend = options
     members = groups.resolve(group)
     named = dict(zip(_NAMES, tensors, strict=True))
     check_local(members, "selective_scan", **named, cu_seqlens=cu_seqlens)
     if members.size == 1:
         one: Any = scan_of_one
-        named = {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
-        return one(*tensors[:8], softplus, tensors[8], **named)
-    options = softplus, final, backend
+        named |= {"cu_seqlens": cu_seqlens, "return_final_state": final, "backend": backend}
+        return one(**named, delta_softplus=softplus)
     prepare = partial(_prepared, members, tensors, cu_seqlens, *options)
     name = "selective_scan"
     out, final_state = reduce.scan(members, name, tensors, cu_seqlens, options, prepare, _converted)

@@ -119,7 +119,7 @@ def causal_conv1d(
             valid.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
-    y, final_state = _call(
+    y, final_state = call(
         (x, weight, bias, initial_state, seq_idx, cu_seqlens),
         (return_final_state, activation, backend),
         group,
@@ -128,9 +128,10 @@ def causal_conv1d(
 
 
 @untraced
-def _call(
+def call(
     tensors: tuple[Any, ...], request: tuple[Any, ...], group: Group
 ) -> tuple[Tensor, Tensor | None]:
+    """The output, and the final state if wanted, with the tensors and options as in ``call_sharded``."""
     members = resolve(group)
     check_local(members, "causal_conv1d", **dict(zip(_TENSORS, tensors, strict=True)))
     if members.size == 1:

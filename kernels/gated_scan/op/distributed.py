@@ -10,11 +10,11 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
 from scan_registry.distributed import opening
 from scan_registry.distributed.group import untraced
-from scan_registry.distributed.linear import scan
 from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
 from scan_registry.kernels.gated_scan.op.composed import gates_and_tokens
 from scan_registry.kernels.gated_scan.op.function import run as scan_of_one
 from scan_registry.kernels.linear_scan.op.arguments import Options as ScanOptions
+from scan_registry.kernels.linear_scan.op.distributed import scan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,23 +92,18 @@ def gated_scan(
         RuntimeError: there is no process group, or another rank refused its arguments.
         NoKernelError: as for ``scan_registry.gated_scan``.
     """
-    options = Options(kind, dim, reverse, return_final_state, backend)
-    return _gated_scan(inputs, initial_state, reset, group, cu_seqlens, options)  # type: ignore[no-any-return]
+    tensors = *inputs, initial_state, cu_seqlens, reset
+    return call(tensors, (kind, dim, reverse, return_final_state, backend), group)  # type: ignore[no-any-return]
 
 
 @untraced
-def _gated_scan(
-    inputs: tuple[Any, ...],
-    initial_state: Any,
-    reset: Any,
-    group: Any,
-    cu_seqlens: Any,
-    options: Options,
-) -> Any:
-    members = groups.resolve(group)
-    tensors = {f"inputs[{number}]": x for number, x in enumerate(inputs)}
+def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
+    """As ``gated_scan``, with the tensors and options as ``scan_registry.gated_scan`` passes them to ``call_sharded``."""
+    members, options = groups.resolve(group), Options(*how)
+    inputs, (initial_state, cu_seqlens, reset) = tensors[:-3], tensors[-3:]
+    named = {f"inputs[{number}]": x for number, x in enumerate(inputs)}
     others = {"initial_state": initial_state, "reset": reset, "cu_seqlens": cu_seqlens}
-    opening.check_local(members, "gated_scan", **tensors, **others)
+    opening.check_local(members, "gated_scan", **named, **others)
     if members.size == 1:
         return scan_of_one(options.kind, inputs, reset, initial_state, cu_seqlens, options)
     first = next((x for x in inputs if isinstance(x, Tensor)), None)

@@ -11,14 +11,15 @@ from torch import Tensor
 from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import Backend
 from scan_registry.distributed import group as groups
-from scan_registry.distributed import opening, parts, reduce, summary
-from scan_registry.distributed.derivatives import differentiable
+from scan_registry.distributed import opening, parts, reduce
 from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.reduce import Call, Tensors
+from scan_registry.kernels.linear_scan.op import distributed_summary as summary
 from scan_registry.kernels.linear_scan.op.arguments import Options, check_tensors, normalised
 from scan_registry.kernels.linear_scan.op.autograd import first_derivative
 from scan_registry.kernels.linear_scan.op.autograd import scan as local_scan
+from scan_registry.kernels.linear_scan.op.distributed_derivatives import differentiable
 from scan_registry.kernels.linear_scan.op.function import linear_scan as scan_of_one
 from scan_registry.kernels.linear_scan.op.stretches import batch_dim, reset_shape
 from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
@@ -115,30 +116,21 @@ def linear_scan(
             that finds the GPU's comparison finished, and the results of the call itself are not valid.
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
-    options = Options(dim, reverse, return_final_state, backend)
     tensors = gates, tokens, initial_state, cu_seqlens, reset
-    return _linear_scan(tensors, group, options)  # type: ignore[no-any-return]
+    return call(tensors, (dim, reverse, return_final_state, backend), group)  # type: ignore[no-any-return]
 
 
 @untraced
-def _linear_scan(tensors: tuple[Any, ...], group: Any, options: Options) -> Any:
-    members = groups.resolve(group)
-    opening.check_local(members, "linear_scan", **dict(zip(_TENSORS, tensors, strict=True)))
-    gates, tokens, initial_state, cu_seqlens, reset = tensors
+def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
+    """As ``linear_scan``, with the tensors and options as ``scan_registry.linear_scan`` passes them to ``call_sharded``."""
+    members, options = groups.resolve(group), Options(*how)
+    named = dict(zip(_TENSORS, tensors, strict=True))
+    opening.check_local(members, "linear_scan", **named)
     if members.size == 1:
-        dim, reverse, final, backend = options
         one: Any = scan_of_one
-        return one(
-            gates,
-            tokens,
-            initial_state,
-            dim=dim,
-            reverse=reverse,
-            cu_seqlens=cu_seqlens,
-            reset=reset,
-            return_final_state=final,
-            backend=backend,
-        )
+        dim, reverse, final, backend = options
+        return one(**named, dim=dim, reverse=reverse, return_final_state=final, backend=backend)
+    gates, tokens, initial_state, cu_seqlens, reset = tensors
     if reset is not None:
         try:
             gates = _restarted(gates, tokens, reset, options)

@@ -33,7 +33,7 @@ def differentiable(
     number: int,
 ) -> Tensors:
     """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives."""
-    scan: Any = import_module("scan_registry.distributed.linear").linear_scan
+    scan: Any = import_module("scan_registry.kernels.linear_scan.op.distributed").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
     cu_seqlens = run.cu_seqlens
     time = run.shape[dim]
