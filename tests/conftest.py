@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from by_path import load
+from rank_pool import RankPool
 
 from scan_registry.artifact import archive, chunks
 from scan_registry.artifact.archive import Archive, Binary, digest
@@ -321,3 +322,11 @@ def stub_driver(stub_module: tuple[Any, Path], tmp_path: Path) -> Any:
     """A CUDA driver that plays what it is told to; see ``Stub`` in tests/stub/driver.py."""
     module, library = stub_module
     return module.Stub(library, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Processes that are the ranks of gloo groups."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()

@@ -9,7 +9,7 @@ from rank_pool import RankPool
 from scan_registry import distributed
 
 #: Functions of ``distributed`` that cut no time.
-OTHERS = {"cost", "explain", "explain_selective_scan", "machines", "measure", "scan_summary"}
+OTHERS = {"scan_summary"}
 
 
 def test_every_operator_is_tested() -> None:
