@@ -35,11 +35,6 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
     from scan_registry.kernels.causal_conv1d.op.function import ConvolutionOptions
 
-    class RankedConvolution(ConvolutionOptions, total=False):
-        """As ``ConvolutionOptions``, and the group of ranks."""
-
-        group: Group
-
 
 __all__ = ["causal_conv1d"]
 
@@ -52,17 +47,20 @@ _TENSORS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 @overload
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    return_final_state: Literal[False] = False, **options: Unpack[RankedConvolution],
+    return_final_state: Literal[False] = False,
+    group: Group = None, **options: Unpack[ConvolutionOptions],
 ) -> Tensor: ...
 @overload
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    return_final_state: Literal[True], **options: Unpack[RankedConvolution],
+    return_final_state: Literal[True],
+    group: Group = None, **options: Unpack[ConvolutionOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
-    return_final_state: bool, **options: Unpack[RankedConvolution],
+    return_final_state: bool,
+    group: Group = None, **options: Unpack[ConvolutionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
     from scan_registry.kernels.gated_scan.op.function import GatedScanOptions
 
-    class RankedGatedScan(GatedScanOptions, total=False):
-        """As ``GatedScanOptions``, and the group of ranks."""
-
-        group: Group
-
 
 __all__ = ["gated_scan"]
 
@@ -35,16 +30,19 @@ __all__ = ["gated_scan"]
 @overload
 def gated_scan(
     kind: str, *inputs: Tensor,
-    return_final_state: Literal[False] = False, **options: Unpack[RankedGatedScan],
+    return_final_state: Literal[False] = False,
+    group: Group = None, **options: Unpack[GatedScanOptions],
 ) -> Tensor: ...
 @overload
 def gated_scan(
     kind: str, *inputs: Tensor,
-    return_final_state: Literal[True], **options: Unpack[RankedGatedScan],
+    return_final_state: Literal[True],
+    group: Group = None, **options: Unpack[GatedScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def gated_scan(
-    kind: str, *inputs: Tensor, return_final_state: bool, **options: Unpack[RankedGatedScan],
+    kind: str, *inputs: Tensor, return_final_state: bool,
+    group: Group = None, **options: Unpack[GatedScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 

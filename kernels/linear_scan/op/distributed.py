@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
     from scan_registry.kernels.linear_scan.op.function import LinearScanOptions
 
-    class RankedLinearScan(LinearScanOptions, total=False):
-        """As ``LinearScanOptions``, and the group of ranks."""
-
-        group: Group
-
 
 __all__ = ["linear_scan", "scan"]
 
@@ -49,17 +44,20 @@ _TENSORS = ("gates", "tokens", "initial_state", "cu_seqlens", "reset")
 @overload
 def linear_scan(
     gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
-    return_final_state: Literal[False] = False, **options: Unpack[RankedLinearScan],
+    return_final_state: Literal[False] = False,
+    group: Group = None, **options: Unpack[LinearScanOptions],
 ) -> Tensor: ...
 @overload
 def linear_scan(
     gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
-    return_final_state: Literal[True], **options: Unpack[RankedLinearScan],
+    return_final_state: Literal[True],
+    group: Group = None, **options: Unpack[LinearScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def linear_scan(
     gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *,
-    return_final_state: bool, **options: Unpack[RankedLinearScan],
+    return_final_state: bool,
+    group: Group = None, **options: Unpack[LinearScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 

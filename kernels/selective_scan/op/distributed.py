@@ -41,11 +41,6 @@ if TYPE_CHECKING:
     from scan_registry.distributed.group import Group
     from scan_registry.kernels.selective_scan.op.function import SelectiveScanOptions
 
-    class RankedSelectiveScan(SelectiveScanOptions, total=False):
-        """As ``SelectiveScanOptions``, and the group of ranks."""
-
-        group: Group
-
 
 __all__ = ["selective_scan"]
 
@@ -59,21 +54,24 @@ def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     initial_state: Tensor | None = None, *,
-    return_final_state: Literal[False] = False, **options: Unpack[RankedSelectiveScan],
+    return_final_state: Literal[False] = False,
+    group: Group = None, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor: ...
 @overload
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     initial_state: Tensor | None = None, *,
-    return_final_state: Literal[True], **options: Unpack[RankedSelectiveScan],
+    return_final_state: Literal[True],
+    group: Group = None, **options: Unpack[SelectiveScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     initial_state: Tensor | None = None, *,
-    return_final_state: bool, **options: Unpack[RankedSelectiveScan],
+    return_final_state: bool,
+    group: Group = None, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 
@@ -107,12 +105,9 @@ def selective_scan(
         delta: this rank's part, like ``u``.
         A: the same on every rank, as are ``D``, ``delta_bias``, and ``B`` and ``C`` if they do not change with time. The sum
             of the ranks' gradients is the gradient of such a tensor.
-        B: this rank's part, as for ``scan_registry.selective_scan``.
-        C: this rank's part, as for ``scan_registry.selective_scan``.
-        D: as for ``scan_registry.selective_scan``.
+        B, C: this rank's part, as for ``scan_registry.selective_scan``.
+        D, delta_bias, delta_softplus: as for ``scan_registry.selective_scan``.
         z: this rank's part, like ``u``, or None for no gate.
-        delta_bias: as for ``scan_registry.selective_scan``.
-        delta_softplus: as for ``scan_registry.selective_scan``.
         initial_state: the state before the whole sequence, (batch, Dm, N), or before each packed one, (batch, sequences, Dm,
             N). Every rank passes the same values, or every rank None; the values are not compared. The gradient is nonzero
             only on the rank at which a sequence's scan starts.
