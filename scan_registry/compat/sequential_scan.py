@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import backend_for, check_pair
+from scan_registry.compat import pair
 from scan_registry.dispatch.select import Backend
-from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 
 def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:
@@ -23,7 +22,7 @@ def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:
     Runs the CUDA kernels of this package. As ``sequential_scan.scan_cu``, except that
 
     - D is any width, not one of 512, 768, 1024, 1536 and 2048, and T any length, not 3 or more;
-    - any dtype that ``linear_scan`` accepts, not bfloat16 only. Under ``torch.autocast`` both convert
+    - any dtype that the scans of this package accept, not bfloat16 only. Under ``torch.autocast`` both convert
       to bfloat16 first;
     - the backward pass leaves the states as they are, can run twice, and has a right derivative;
     - any strides, the current CUDA stream, and CPU tensors, too;
@@ -61,8 +60,7 @@ def scan_tr(alpha: Tensor, beta: Tensor) -> Tensor:
 
 
 def _scan(alpha: Tensor, beta: Tensor, language: Backend) -> Tensor:
-    check_pair("(B, T, D)", alpha=alpha, beta=beta)
-    return linear_scan(alpha, beta, dim=1, backend=backend_for(beta, language))
+    return pair.scan("(B, T, D)", language, dim=1, alpha=alpha, beta=beta)
 
 
 def _autocast(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from scan_registry.compat.arguments import backend_for, check_pair
-from scan_registry.kernels.linear_scan.op.function import linear_scan
+from scan_registry.compat import pair
 
 
 def scan(forget: Tensor, inputs: Tensor) -> Tensor:
@@ -29,5 +28,4 @@ def scan(forget: Tensor, inputs: Tensor) -> Tensor:
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: no Triton kernel runs on this GPU.
     """
-    check_pair("(B, C, T)", forget=forget, inputs=inputs)
-    return linear_scan(forget, inputs, backend=backend_for(inputs, "triton"))
+    return pair.scan("(B, C, T)", "triton", forget=forget, inputs=inputs)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from scan_registry.compat.arguments import backend_for, check_pair
-from scan_registry.kernels.linear_scan.op.function import linear_scan
+from scan_registry.compat import pair
 
 
 def scan(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -29,5 +28,4 @@ def scan(gates: Tensor, tokens: Tensor) -> Tensor:
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: no Triton kernel runs on this GPU.
     """
-    check_pair("(B, C, T)", gates=gates, tokens=tokens)
-    return linear_scan(gates, tokens, backend=backend_for(tokens, "triton"))
+    return pair.scan("(B, C, T)", "triton", gates=gates, tokens=tokens)

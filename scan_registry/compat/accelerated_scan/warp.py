@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from scan_registry.compat.arguments import backend_for, check_pair
-from scan_registry.kernels.linear_scan.op.function import linear_scan
+from scan_registry.compat import pair
 
 
 def scan(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -38,5 +37,4 @@ def scan_forward(gates: Tensor, tokens: Tensor, reverse: bool = False) -> Tensor
 
     As ``accelerated_scan.warp.scan_forward``, with the differences of ``scan``; and it has derivatives.
     """
-    check_pair("(B, C, T)", gates=gates, tokens=tokens)
-    return linear_scan(gates, tokens, reverse=bool(reverse), backend=backend_for(tokens, "cuda"))
+    return pair.scan("(B, C, T)", "cuda", reverse=bool(reverse), gates=gates, tokens=tokens)
