@@ -34,7 +34,7 @@ _LANGUAGES: Mapping[str, Language] = {"cuda": "cuda", "triton": "triton"}
 class Variant:
     """A kernel with everything static pinned.
 
-    Prints as ``linear_scan.time_last_forward:cuda:dtype=bfloat16,access=aligned,warps=4`` and
+    Prints as ``family.kernel:cuda:dtype=bfloat16,access=aligned,warps=4`` and
     parses back from that.
     """
 

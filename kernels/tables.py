@@ -66,7 +66,7 @@ class Timing(NamedTuple):
 class Measured:
     """All that was measured on one problem.
 
-    kernel   how its variants begin, such as ``linear_scan.time_last_forward:cuda``
+    kernel   how its variants begin, ``family.kernel:language``
     problem  in words, for people
     timings  by the variants' labels
     run      of the timings, the last; times of variants that it left out are an earlier one's

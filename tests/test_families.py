@@ -23,7 +23,6 @@ TOOLS = ("attest.py", "tune.py", "dev.py", "compare.py", "records.py", "sanitize
 ALLOWED = {
     "scan_registry/__init__.py": "the public names, which readers and type checkers look for there",
     "scan_registry/bench/distributed.py": "times linear_scan over ranks",
-    "scan_registry/cli/bench_distributed.py": "the command for that",
     "scan_registry/distributed/__init__.py": "its public names, as in ``scan_registry/__init__.py``",
     "scan_registry/distributed/reduce.py": "composes the summaries of many ranks by one linear_scan",
     "scan_registry/diagnostics/first_calls.py": "says which call was timed",

@@ -2,7 +2,7 @@
 
     python tools/attest.py            run every installed binary that this GPU can run, and write
                                       kernels/<family>/attestations/<gpu>.json
-    python tools/attest.py --family rnn
+    python tools/attest.py --family NAME
                                       those of one family alone
     python tools/attest.py --check    needs no GPU: compare those files with what is installed
     python tools/attest.py --prune    needs no GPU: drop from those files the records of other binaries

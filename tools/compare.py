@@ -2,7 +2,6 @@
 
     pip install --no-deps --target OLD old.whl; pip install --no-deps --target NEW new.whl
     python tools/compare.py OLD NEW [--rounds 2] [--json FILE] -- bench --case time_last:8,1536,2048:float32
-    python tools/compare.py OLD NEW -- bench rnn --case lstm:1,768:bfloat16
 
 What follows ``--`` are arguments of ``scan-registry``. Each round runs them with the old build and then with the new
 one, each in a process of its own. Of each case, pass and backend the shortest median of a build counts. A ratio is the

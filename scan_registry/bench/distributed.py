@@ -26,6 +26,8 @@ from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.linear_scan.op.function import linear_scan as local_scan
 from scan_registry.version import __version__
 
+__all__ = ["PASSES", "Case", "GroupBench", "Timing", "group_on"]
+
 PASSES = ("forward", "backward", "forward+backward")
 COPY, GATHER, ALL, ALONE = "copy", "all-gather", "all ranks", "one rank"
 _TENSORS = 7  # of one call's size: gates, tokens, states, the incoming gradient, two gradients, and one to spare

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tables import new_table, screen, show
-from scan_registry.kernels.linear_scan.op.bench import Case
 
 if TYPE_CHECKING:
-    from scan_registry.bench.distributed import GroupBench, Timing
+    from scan_registry.bench.distributed import Case, GroupBench, Timing
 
 NAME = "distributed"
 #: Long enough on a GPU that bytes count, and one that is all latency.
@@ -35,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         NAME,
         help="time one sequence over all ranks of a group instead",
-        description="Times `scan_registry.distributed.linear_scan` on the ranks that torchrun has started, NCCL on GPUs "
+        description="Times a linear scan of `scan_registry.distributed` on the ranks that torchrun has started, NCCL on GPUs "
         "and gloo on the CPU, forward and backward. Beside it stand a copy of one rank's part, an all-gather of two float32 "
         "rows a channel, and one rank with the whole sequence. A time is that of one call, from when all ranks are ready "
         "until the last is done. Without torchrun there is one rank. Example: `torchrun --nproc-per-node 2 -m scan_registry "
@@ -132,6 +131,8 @@ def _kind(name: str | None) -> str:
 
 
 def _case(text: str) -> Case:
+    from scan_registry.bench.distributed import Case
+
     try:
         case = Case.parse(text)
     except ValueError as error:

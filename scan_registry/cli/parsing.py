@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, but nothing is left over: what is unknown is an error.
 
-        Options before a command of this command's own, as in ``bench --bs 4 rnn``, are that one's.
+        Options before a command of this command's own, as in ``bench --bs 4 distributed``, are that one's.
         """
         words = list(args or ())
         before, options = self._before_command(words)

@@ -185,7 +185,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """The decision for ``operator(*args, **kwargs)``, which is not run.
 
     Args:
-        operator: a public operator, such as ``scan_registry.linear_scan``.
+        operator: a public operator, a function of ``scan_registry`` that runs kernels.
         args, kwargs: what it would be called with. The tensors' device decides; a derivative counts
             where a tensor requires one.
 

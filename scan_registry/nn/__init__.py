@@ -1,6 +1,6 @@
-"""Modules: ``LSTM``, ``GRU``, ``RNN`` and ``SLSTM`` on ``rnn`` with the constructors and the state dicts of torch.nn's,
-``Mamba`` on ``selective_scan`` with those of mamba_ssm's, and ``MinGRU``, ``MinLSTM``, ``RGLRU``, ``HGRN``, ``LRU`` and
-``S5`` on ``gated_scan`` and ``linear_scan`` with the state dicts of their public implementations. A model swaps one line."""
+"""Modules on this package's operators: ``LSTM``, ``GRU``, ``RNN`` and ``SLSTM`` with the constructors and the state dicts of
+torch.nn's, ``Mamba`` with those of mamba_ssm's, and ``MinGRU``, ``MinLSTM``, ``RGLRU``, ``HGRN``, ``LRU`` and ``S5`` with the
+state dicts of their public implementations. A model swaps one line."""
 
 from __future__ import annotations
 
