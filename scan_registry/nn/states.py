@@ -1,4 +1,4 @@
-"""States of recurrent networks, as modules take them and as ``rnn`` does."""
+"""States of recurrent networks, as modules take them and as their operator does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def as_tensors(states: Any, count: int) -> tuple[Tensor, ...] | None:
 
 
 def by_heads(states: States, lead: tuple[int, int], dim: int) -> Tensor:
-    """The states (directions, B, H) as ``rnn`` takes them."""
+    """The states (directions, B, H) as the operator takes them."""
     return torch.stack([state.transpose(0, 1).reshape(*lead, -1, dim) for state in states])
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scan_registry.kernels.rnn.problem import Function
 from scan_registry.ops.call import undisturbed
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from scan_registry.nn.states import States
 
 #: Cells that are torch's, gate by gate; for ``gru`` the reset gate comes after the product in both.
-_CALLS: Mapping[Function, Callable[..., Any]] = {
+_CALLS: Mapping[str, Callable[..., Any]] = {
     "lstm": torch._VF.lstm,
     "gru": torch._VF.gru,
     "elman": torch._VF.rnn_tanh,
@@ -33,7 +32,7 @@ _CALLS: Mapping[Function, Callable[..., Any]] = {
 #: together have at most so many steps.
 _LARGE, _FEW_STEPS = 256, 64
 #: From so many steps on this package's code is faster than torch's, which goes step by step.
-_FEWEST_STEPS: Mapping[Function, int] = {"gru": 8, "elman": 16}
+_FEWEST_STEPS: Mapping[str, int] = {"gru": 8, "elman": 16}
 #: With gradients torch's LSTM in bfloat16 is faster up to so many hidden units.
 _MOST_UNITS_IN_BFLOAT16 = 256
 
@@ -66,7 +65,7 @@ def _does(module: Recurrent[Any], dtype: torch.dtype, steps: tuple[int, int]) ->
     return dtype == torch.float64
 
 
-def is_faster(function: Function, units: int, steps: int, all_steps: int) -> bool:
+def is_faster(function: str, units: int, steps: int, all_steps: int) -> bool:
     """Whether torch's function is faster, in float32."""
     if function == "lstm":
         return units < _LARGE or all_steps > _FEW_STEPS

@@ -34,9 +34,6 @@ def backward(*args: Any) -> Layout:
     return Layout(tuple(inputs), where_wanted(("bct", "c.", "c", state), wanted), letters)
 
 
-# --- The public function ----------------------------------------------------------------------
-
-
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
     return [2, None, None, None, None if tensors[4] is None else 1, None]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
-from scan_registry.kernels.linear_scan.reference import compute_dtype, state_shape
+from scan_registry.kernels.gated_scan.reference import compute_dtype
 from scan_registry.ops.checks import (
     as_bool,
     as_index,
@@ -27,7 +27,7 @@ from scan_registry.ops.checks import (
 )
 from scan_registry.ops.values import check_range
 
-#: Dtypes that kernels are compiled for; float64 is computed in plain torch and ``linear_scan``.
+#: Dtypes that kernels are compiled for; float64 is computed by the module ``composed``.
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 ACCEPTED = (*COMPILED, torch.float64)
 #: The values of ``activation``, each with the ending of the kind's name that it selects.
@@ -143,15 +143,16 @@ def normalised(
     parameters = tuple(
         [_parameter(name, required[name], of, first, options) for name in of.parameters]
     )
-    count = None
+    between: tuple[int, ...] = ()
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, first.shape[dim])
         cu_seqlens = cu_seqlens.to(torch.int64).contiguous()
-        count = cu_seqlens.shape[0] - 1
+        between = (cu_seqlens.shape[0] - 1,)
     if reset is not None:
         check_reset(reset, (first.shape[0], first.shape[dim]), first.device)
     if initial_state is not None:
-        of_state = state_shape(first.shape, dim % 3, count)
+        place = dim % 3
+        of_state = (*first.shape[:place], *between, *first.shape[place + 1 :])
         check_initial_state(initial_state, of_state, first.dtype)
         initial_state = initial_state.to(compute)
         if not same_shape(initial_state.shape, of_state):

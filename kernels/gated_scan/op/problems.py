@@ -24,11 +24,11 @@ from scan_registry.kernels.gated_scan.problem import (
     Layout,
     Strides,
 )
+from scan_registry.kernels.gated_scan.reference import compute_dtype
 from scan_registry.kernels.linear_scan.op import stretches as resets
 from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.layout import KernelCall as LinearKernelCall
 from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_kernel_call
-from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.launching import addresses_of
 from scan_registry.ops.strides import as_new
 

@@ -7,14 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from scan_registry.distributed.layouts import (
-    Layout,
-    Sharding,
-    initial_of,
-    optional,
-    state_of,
-    where_wanted,
-)
+from scan_registry.distributed import layouts
+from scan_registry.distributed.layouts import Layout, Sharding
 from scan_registry.kernels.gated_scan.kinds import KINDS
 
 
@@ -25,10 +19,13 @@ def _gated(
     letters = [
         *[names for _ in inputs],
         *["c" for _ in parameters],
-        *(optional(reset, "bt"), initial_of(initial_state, inputs[0].shape, names, cu_seqlens)),
-        optional(cu_seqlens, "."),
+        *(
+            layouts.optional(reset, "bt"),
+            layouts.initial_of(initial_state, inputs[0].shape, names, cu_seqlens),
+        ),
+        layouts.optional(cu_seqlens, "."),
     ]
-    return letters, names, state_of(names, cu_seqlens)
+    return letters, names, layouts.state_of(names, cu_seqlens)
 
 
 def forward(
@@ -45,16 +42,13 @@ def backward(
     wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
     letters, names, state = _gated(inputs, parameters, reset, initial_state, cu_seqlens, dim)
-    letters += [names, optional(states_grad, names), optional(last_grad, state)]
+    letters += [names, layouts.optional(states_grad, names), layouts.optional(last_grad, state)]
     results = [*[names for _ in inputs], *["c" for _ in parameters], state]
     there = [
         want and t is not None
         for t, want in zip([*inputs, *parameters, initial_state], wanted, strict=True)
     ]
-    return Layout(tuple(letters), where_wanted(results, there), "bc")
-
-
-# --- The public function ----------------------------------------------------------------------
+    return Layout(tuple(letters), layouts.where_wanted(results, there), "bc")
 
 
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:

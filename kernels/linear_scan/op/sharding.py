@@ -8,18 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.distributed.layouts import (
-    TIME,
-    Layout,
-    Sharding,
-    broadcast,
-    initial_of,
-    names_of,
-    only,
-    optional,
-    state_of,
-    where_wanted,
-)
+from scan_registry.distributed import layouts
+from scan_registry.distributed.layouts import Layout, Sharding
 from scan_registry.kernels.linear_scan.op.stretches import batch_dim
 from scan_registry.ops.checks import common_shape
 
@@ -29,37 +19,42 @@ def forward(
     final: bool, backend: str,
 ) -> Layout:  # fmt: skip
     shape = torch.broadcast_shapes(gates.shape, tokens.shape)
-    names = names_of(len(shape), dim)
+    names = layouts.names_of(len(shape), dim)
     inputs = (
-        broadcast(gates.shape, shape, names),
-        broadcast(tokens.shape, shape, names),
-        initial_of(initial_state, shape, names, cu_seqlens),
-        optional(cu_seqlens, "."),
+        layouts.broadcast(gates.shape, shape, names),
+        layouts.broadcast(tokens.shape, shape, names),
+        layouts.initial_of(initial_state, shape, names, cu_seqlens),
+        layouts.optional(cu_seqlens, "."),
     )
-    return Layout(inputs, (names, state_of(names, cu_seqlens) if final else None), only(names))
+    return Layout(
+        inputs, (names, layouts.state_of(names, cu_seqlens) if final else None), layouts.only(names)
+    )
 
 
 def backward(
     gates: Tensor, states: Any, states_grad: Tensor, initial_state: Any, last_grad: Any,
     cu_seqlens: Any, dim: int, reverse: bool, backend: str, wanted: Sequence[bool],
 ) -> Layout:  # fmt: skip
-    names = names_of(states_grad.dim(), dim)
-    state = state_of(names, cu_seqlens)
-    of_gates = broadcast(gates.shape, states_grad.shape, names)
+    names = layouts.names_of(states_grad.dim(), dim)
+    state = layouts.state_of(names, cu_seqlens)
+    of_gates = layouts.broadcast(gates.shape, states_grad.shape, names)
     inputs = (
-        *(of_gates, optional(states, names), names, optional(initial_state, state)),
-        *(optional(last_grad, state), optional(cu_seqlens, ".")),
+        *(of_gates, layouts.optional(states, names), names, layouts.optional(initial_state, state)),
+        *(layouts.optional(last_grad, state), layouts.optional(cu_seqlens, ".")),
     )
-    return Layout(inputs, where_wanted((of_gates, names, state), wanted), only(names))
+    return Layout(
+        inputs, layouts.where_wanted((of_gates, names, state), wanted), layouts.only(names)
+    )
 
 
 def summary(gates: Tensor, tokens: Tensor, dim: int, reverse: bool, backend: str) -> Layout:
-    names = names_of(tokens.dim(), dim)
-    state = state_of(names, None)
-    return Layout((broadcast(gates.shape, tokens.shape, names), names), (state, state), only(names))
-
-
-# --- The public function ----------------------------------------------------------------------
+    names = layouts.names_of(tokens.dim(), dim)
+    state = layouts.state_of(names, None)
+    return Layout(
+        (layouts.broadcast(gates.shape, tokens.shape, names), names),
+        (state, state),
+        layouts.only(names),
+    )
 
 
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
@@ -79,7 +74,7 @@ def _layout(tensors: Sequence[Any], options: Sequence[Any]) -> Layout | None:
     names = layout.outputs[0]
     assert names is not None
     batch = "" if len(names) == 1 else names[batch_dim(len(names), options[0])]
-    return layout._replace(inputs=(*layout.inputs, None if reset is None else batch + TIME))
+    return layout._replace(inputs=(*layout.inputs, None if reset is None else batch + layouts.TIME))
 
 
 SHARDING = Sharding(

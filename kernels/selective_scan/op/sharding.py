@@ -60,9 +60,6 @@ def backward(*args: Any) -> Layout:
     return Layout(tuple(inputs), where_wanted(letters, there), "bc", whole)
 
 
-# --- The public function ----------------------------------------------------------------------
-
-
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
     B, C, z = tensors[3], tensors[4], tensors[6]
     of_B, of_C = (x.dim() - 1 if x.dim() > 2 else None for x in (B, C))
@@ -73,9 +70,7 @@ def _layout(tensors: Sequence[Any], options: Sequence[Any]) -> Layout | None:
     A, B, C = tensors[2:5]
     if A.is_complex() and max(B.dim(), C.dim()) > 2:
         return None  # time holds pairs of numbers
-    layout = forward(*tensors, *options)
-    out, state, _ = layout.outputs
-    return layout._replace(outputs=(out, state if options[1] else None))
+    return forward(*tensors, *options)
 
 
 SHARDING = Sharding(
