@@ -90,7 +90,7 @@ def causal_conv1d(
         weight: (channels, width), of a width from 2 to 8. ``weight`` and ``bias`` are the same on all ranks. A rank's
             gradients of them cover its own steps; the sum over ranks is the gradient of the whole sequence.
         bias: (channels,); None for zeros.
-        group: the ranks: a ProcessGroup, or a DeviceMesh of one dimension. None for all ranks.
+        group: as for ``scan_registry.distributed.linear_scan``.
         initial_state: (batch, channels, width-1), the inputs before the first step of the whole sequence; with
             ``cu_seqlens`` (sequences, channels, width-1). The same on all ranks. The sum of its gradients over ranks is the
             gradient of the whole sequence.
@@ -111,10 +111,7 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
             all ranks if shapes, dtypes or options differ between them.
-        RuntimeError: there is no process group, or another rank refused its arguments; the message has that rank's error.
-            With NCCL, a rank whose arguments are as in an earlier call raises the errors about other ranks in the first
-            later call or backward pass that finds the GPU's comparison finished. The results of the call itself are not
-            valid.
+        RuntimeError: as for ``scan_registry.distributed.linear_scan``.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
     y, final_state = call(

@@ -69,13 +69,11 @@ def gated_scan(
         kind: as for ``scan_registry.gated_scan``.
         inputs: this rank's part of the sequences, as for ``scan_registry.gated_scan``. Channel parameters are the same on
             every rank; the sum of the ranks' gradients is their gradient.
-        initial_state: as for ``scan_registry.distributed.linear_scan``.
         reset: (batch, time) and bool, for this rank's steps, or None. True where a state starts anew. With several ranks
             the gate is set to zero at such a step, so the state before that step has to be finite.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
+        group, initial_state, cu_seqlens: as for ``scan_registry.distributed.linear_scan``.
         dim: the time dimension, -1 or 2, or 1 or -2.
         reverse: compute h[t] = gate[t]·h[t+1] + token[t] instead, from the last rank to the first.
-        cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
         return_final_state: also return the state after the last step, or that of each packed sequence.
         backend: as for ``scan_registry.gated_scan``. With several ranks ``"reference"`` is passed on to the scan, and any
             other value means ``"auto"``.
@@ -85,10 +83,8 @@ def gated_scan(
         Differentiable in all tensors but ``reset`` and ``cu_seqlens``, twice.
 
     Raises:
-        TypeError: as for ``scan_registry.gated_scan``, or the group is of another type.
-        ValueError: as for ``scan_registry.gated_scan``, or what has to be the same differs between ranks.
-        RuntimeError: there is no process group, or another rank refused its arguments.
-        NoKernelError: as for ``scan_registry.gated_scan``.
+        TypeError, ValueError, NoKernelError: as for ``scan_registry.gated_scan``.
+        TypeError, ValueError, RuntimeError: for the group and for other ranks, as for ``scan_registry.distributed.linear_scan``.
     """
     tensors = *inputs, initial_state, cu_seqlens, reset
     return call(tensors, (kind, dim, reverse, return_final_state, backend), group)  # type: ignore[no-any-return]
@@ -96,7 +92,7 @@ def gated_scan(
 
 @untraced
 def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
-    """As ``gated_scan``, with the tensors and options as ``scan_registry.gated_scan`` passes them to ``call_sharded``."""
+    """As ``gated_scan``, with tensors and options as ``call_sharded`` takes them."""
     members, options = groups.resolve(group), Options(*how)
     inputs, (initial_state, cu_seqlens, reset) = tensors[:-3], tensors[-3:]
     named = {f"inputs[{number}]": x for number, x in enumerate(inputs)}
@@ -119,6 +115,7 @@ def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
     dtype = arguments.inputs[0].dtype
     # Gates and tokens may be wider than the sequences, whose dtype has to be compared, too.
     operator = f"gated_scan {options.kind} of {str(dtype).removeprefix('torch.')}"
-    states, final_state = scan(members, gates, tokens, initial_state, cu_seqlens, how, operator)
+    tensors = gates, tokens, initial_state
+    states, final_state = scan(members, tensors, cu_seqlens, how, operator)
     states = states.to(dtype)
     return states if final_state is None else (states, final_state)

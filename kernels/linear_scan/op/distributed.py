@@ -120,7 +120,7 @@ def linear_scan(
 
 @untraced
 def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
-    """As ``linear_scan``, with the tensors and options as ``scan_registry.linear_scan`` passes them to ``call_sharded``."""
+    """As ``linear_scan``, with tensors and options as ``call_sharded`` takes them."""
     members, options = groups.resolve(group), Options(*how)
     named = dict(zip(_TENSORS, tensors, strict=True))
     opening.check_local(members, "linear_scan", **named)
@@ -135,24 +135,16 @@ def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
         except Exception as error:
             opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
             raise
-    states, final_state = scan(
-        members, gates, tokens, initial_state, cu_seqlens, options, "linear_scan"
-    )
+    inputs = gates, tokens, initial_state
+    states, final_state = scan(members, inputs, cu_seqlens, options, "linear_scan")
     return states if final_state is None else (states, final_state)
 
 
 def scan(
-    members: Members,
-    gates: Any,
-    tokens: Any,
-    initial_state: Any,
-    cu_seqlens: Any,
-    options: Options,
-    operator: str,
+    members: Members, tensors: Tensors, cu_seqlens: Any, options: Options, operator: str
 ) -> tuple[Tensor, Tensor | None]:
-    """The states, and if wanted the final state. Every rank has to call this. ``operator`` names the function that the user
-    calls."""
-    tensors = gates, tokens, initial_state
+    """The states, and if wanted the final state. Every rank has to call this. ``tensors`` are gates, tokens and the initial
+    state. ``operator`` names the function that the user calls."""
     prepare = partial(_prepared, members, tensors, cu_seqlens, options, operator)
     return reduce.scan(members, operator, tensors, cu_seqlens, options, prepare)
 
@@ -255,26 +247,13 @@ class Run(reduce.Run):
         summary.backward_row(row, saved[0], out_grad, self._summary_options, self.part.head)
 
     def gradients(
-        self,
-        saved: Any,
-        out_grad: Tensor,
-        behind: Tensor | None,
-        summary: None,
-        wanted: Any,
+        self, saved: Any, out_grad: Tensor, behind: Tensor | None, summary: None, wanted: Any
     ) -> Tensors:
         gates, states, _, entered = saved
         tensors = gates, states, out_grad, entered, behind, self.bounds
         return first_derivative(tensors, self.options, wanted, self.required)
 
     def differentiable(
-        self,
-        saved: Any,
-        out_grad: Tensor,
-        last_grad: Tensor | None,
-        wanted: Any,
-        number: int,
+        self, saved: Any, out_grad: Tensor, last_grad: Tensor | None, wanted: Any, number: int
     ) -> Tensors:
-        gates, states, initial_state, _ = saved
-        return differentiable(
-            self, gates, states, initial_state, out_grad, last_grad, wanted, number
-        )
+        return differentiable(self, saved[:3], out_grad, last_grad, wanted, number)

@@ -24,15 +24,15 @@ from scan_registry.kernels.linear_scan.op.autograd import before
 
 def differentiable(
     run: Run,
-    gates: Tensor,
-    states: Tensor | None,
-    initial_state: Tensor | None,
+    saved: tuple[Tensor, Tensor | None, Tensor | None],
     states_grad: Tensor,
     last_grad: Tensor | None,
     wanted: tuple[bool, bool, bool],
     number: int,
 ) -> Tensors:
-    """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives."""
+    """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives.
+    ``saved`` are the gates, the states and the initial state."""
+    gates, states, initial_state = saved
     scan: Any = import_module("scan_registry.kernels.linear_scan.op.distributed").linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
     cu_seqlens = run.cu_seqlens

@@ -111,8 +111,7 @@ def selective_scan(
         initial_state: the state before the whole sequence, (batch, Dm, N), or before each packed one, (batch, sequences, Dm,
             N). Every rank passes the same values, or every rank None; the values are not compared. The gradient is nonzero
             only on the rank at which a sequence's scan starts.
-        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
-        cu_seqlens: bounds along the time of all ranks, as for ``scan_registry.distributed.linear_scan``.
+        group, cu_seqlens: as for ``scan_registry.distributed.linear_scan``.
         return_final_state: also return the state after the last step, or that of each packed sequence.
         backend: as for ``scan_registry.selective_scan``.
 
@@ -121,10 +120,9 @@ def selective_scan(
         Differentiable once, in all floating-point and complex tensors.
 
     Raises:
-        TypeError: as for ``scan_registry.selective_scan``, or the group is of another type.
-        ValueError: as for ``scan_registry.selective_scan``, or what has to be the same differs between ranks.
-        RuntimeError: there is no process group, another rank refused its arguments, or a second derivative is asked for.
-        NoKernelError: as for ``scan_registry.selective_scan``.
+        TypeError, ValueError, NoKernelError: as for ``scan_registry.selective_scan``.
+        TypeError, ValueError, RuntimeError: for the group and for other ranks, as for ``scan_registry.distributed.linear_scan``.
+        RuntimeError: a second derivative is asked for.
     """
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
     return call(tensors, (delta_softplus, return_final_state, backend), group)  # type: ignore[no-any-return]
@@ -132,7 +130,7 @@ def selective_scan(
 
 @untraced
 def call(every: tuple[Any, ...], options: tuple[Any, ...], group: Any) -> Any:
-    """As ``selective_scan``, with the tensors and options as ``scan_registry.selective_scan`` passes them to ``call_sharded``."""
+    """As ``selective_scan``, with tensors and options as ``call_sharded`` takes them."""
     tensors, cu_seqlens = every[:-1], every[-1]
     softplus, final, backend = options
     members = groups.resolve(group)
