@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scan_registry.kernels import operators
+import scan_registry
+from scan_registry import distributed
+from scan_registry.kernels import operators, public
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,6 +72,12 @@ def test_no_module_names_a_family_but_its_own() -> None:
     }
     assert found.keys() - ALLOWED.keys() == set(), found
     assert found.keys() == ALLOWED.keys()  # no exception outlives its reason
+
+
+def test_lists_of_public_names_are_those_of_the_families() -> None:
+    """Type checkers read the lists of the packages, and a name is loaded by the description of its family."""
+    assert {*public()} <= {*scan_registry.__all__}
+    assert {*public("DISTRIBUTED")} == {*distributed.__all__}
 
 
 @pytest.mark.parametrize(

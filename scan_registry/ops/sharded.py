@@ -20,7 +20,7 @@ def call_sharded(name: str, tensors: tuple[Any, ...], options: tuple[Any, ...]) 
     """The results of the public function ``name`` if DTensors among the tensors are sharded along time; else None. In that
     case, the function goes on as with other tensors, and torch knows the rules of its operators.
 
-    Tensors and options are in the order that ``scan_registry.distributed.time_shards`` expects them in.
+    Tensors and options are in the order in which the family's modules ``op.sharding`` and ``op.distributed`` take them.
     """
     for tensor in tensors:
         if tensor is not None and type(tensor) not in _PLAIN_TYPES and is_dtensor(tensor):

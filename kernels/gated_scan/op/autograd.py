@@ -18,7 +18,6 @@ from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op import composed, plans
 from scan_registry.kernels.gated_scan.op.arguments import RANGES, Arguments, Options, normalised
 from scan_registry.kernels.gated_scan.op.flops import FORMULAS
-from scan_registry.kernels.linear_scan.op.problems import StateLayout
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.strides import lying_as_new
@@ -42,9 +41,7 @@ class _Derivatives(Derivatives):
         return plans.forward(Arguments.of(options.kind, tensors), options)
 
     def empty(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
-        model, cu_seqlens = tensors[0], tensors[-1]
-        layout = StateLayout.of(model, options.dim, cu_seqlens)
-        return torch.empty_like(model), layout.empty() if options.final else None
+        return composed.empty(tensors[0], tensors[-1], options)
 
     def composed(self, tensors: Tensors, options: Options) -> Outputs:
         return composed.forward(Arguments.of(options.kind, tensors), options)

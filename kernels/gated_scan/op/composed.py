@@ -31,6 +31,14 @@ _CHANNELS = 16
 _is_compiling = torch.compiler.is_compiling
 
 
+def empty(
+    model: Tensor, cu_seqlens: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor | None]:
+    """Memory for the states of inputs like ``model`` and, if asked for, the final state."""
+    layout = StateLayout.of(model, options.dim, cu_seqlens)
+    return torch.empty_like(model), layout.empty() if options.final else None
+
+
 def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """States and, if asked for, the final state, of ``normalised`` arguments."""
     if torch.is_grad_enabled() or _is_compiling() or not unobserved(*arguments.flat):
@@ -38,10 +46,7 @@ def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | No
     pieces = [*_pieces(arguments, options)]
     if len(pieces) < 2:
         return _forward(arguments, options)
-    model = arguments.inputs[0]
-    states, last = torch.empty_like(model), None
-    if options.final:
-        last = StateLayout.of(model, options.dim, arguments.cu_seqlens).empty()
+    states, last = empty(arguments.inputs[0], arguments.cu_seqlens, options)
     for piece in pieces:
         states_of_piece, ends = _forward(piece.of(arguments), options)
         piece.sequence(states).copy_(states_of_piece)
