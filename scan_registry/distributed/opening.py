@@ -31,7 +31,8 @@ What a rank sends with every call of a kind, the header above all, stays in memo
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +51,7 @@ __all__ = [
     "check_local",
     "check_unread",
     "opening_of",
+    "refusals",
     "refused",
 ]
 
@@ -328,6 +330,16 @@ def agree(members: Members, terms: Terms | Exception, device: torch.device | Non
     if isinstance(terms, Exception):
         terms = Terms("a call", ())
     return opening_of(members, terms, device).exchange(number=terms.number, error=error).local
+
+
+@contextmanager
+def refusals(members: Members, tensors: Iterable[Any]) -> Iterator[None]:
+    """If a rank refuses its arguments in this context, the other ranks learn of it. The first of ``tensors`` has the device."""
+    try:
+        yield
+    except Exception as error:
+        agree(members, error, next((t.device for t in tensors if isinstance(t, Tensor)), None))
+        raise
 
 
 def opening_of(

@@ -364,7 +364,8 @@ def scan(
         plan = _planned(members, key)
     recording = torch.is_grad_enabled()
     if plan is None:
-        call = _checked(members, tensors, prepare)
+        with opening.refusals(members, tensors):
+            call = prepare()
         run, opened = _agreed(members, call)
         tensors, mine = call.tensors, call.terms.local[1]
         if key is not None and call.reusable:
@@ -380,16 +381,6 @@ def scan(
         return _Scan.apply(anchor, run, opened, mine, *tensors)  # type: ignore[no-any-return, no-untyped-call]
     with torch.no_grad():
         return run.forward(tensors, opened, 0)[:2]
-
-
-def _checked(members: Members, tensors: Tensors, prepare: Callable[[], Call]) -> Call:
-    """The checked arguments. If they are refused, the other ranks learn of it."""
-    try:
-        return prepare()
-    except Exception as error:
-        device = next((t.device for t in tensors if isinstance(t, Tensor)), None)
-        opening.agree(members, error, device)
-        raise
 
 
 def _agreed(members: Members, call: Call) -> tuple[Run, Opened]:

@@ -16,7 +16,7 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.distributed.group import all_reduce, resolve, untraced
 from scan_registry.distributed.halo import Exchange, Halo, of_run, with_initial
 from scan_registry.distributed.headers import Terms
-from scan_registry.distributed.opening import agree, check_local
+from scan_registry.distributed.opening import agree, check_local, refusals
 from scan_registry.kernels.causal_conv1d.op.arguments import (
     ACCEPTED,
     Arguments,
@@ -131,16 +131,11 @@ def call(
     check_local(members, "causal_conv1d", **dict(zip(_TENSORS, tensors, strict=True)))
     if members.size == 1:
         return convolution_of_one(tensors, request)
-    x = tensors[0]
-    device = x.device if isinstance(x, Tensor) else None
-    try:
+    with refusals(members, tensors[:1]):
         arguments, options = _checked(tensors, request)
         terms = _terms(arguments, options)
-    except Exception as error:
-        agree(members, error, device)
-        raise
     slots = arguments.weight.shape[1] - 1
-    ages = torch.arange(slots, 0, -1, device=device)
+    ages = torch.arange(slots, 0, -1, device=arguments.x.device)
     of_x = arguments.x.shape[:2], options.final, arguments.x.dtype
     exchange = Exchange(members, terms, slots, *of_x, ages)
     x, halo, final_state = Halo.apply(arguments.x, exchange, arguments.seq_idx)  # type: ignore[no-untyped-call]

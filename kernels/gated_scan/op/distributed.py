@@ -100,16 +100,12 @@ def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
     opening.check_local(members, "gated_scan", **named, **others)
     if members.size == 1:
         return scan_of_one(options.kind, inputs, reset, initial_state, cu_seqlens, options)
-    first = next((x for x in inputs if isinstance(x, Tensor)), None)
-    try:
+    with opening.refusals(members, inputs):
         arguments, options = normalised(options.kind, inputs, reset, None, None, options)
         gates, tokens = gates_and_tokens(arguments, options)
         if reset is not None:
             along = reset.unsqueeze(-1 if options.dim == -2 else -2)
             gates = gates.masked_fill(along, 0)
-    except Exception as error:
-        opening.agree(members, error, None if first is None else first.device)
-        raise
     backend = "reference" if options.backend == "reference" else "auto"
     how = ScanOptions(options.dim, options.reverse, options.final, backend)
     dtype = arguments.inputs[0].dtype

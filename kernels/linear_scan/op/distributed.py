@@ -130,11 +130,8 @@ def call(tensors: tuple[Any, ...], how: tuple[Any, ...], group: Any) -> Any:
         return one(**named, dim=dim, reverse=reverse, return_final_state=final, backend=backend)
     gates, tokens, initial_state, cu_seqlens, reset = tensors
     if reset is not None:
-        try:
+        with opening.refusals(members, (tokens,)):
             gates = _restarted(gates, tokens, reset, options)
-        except Exception as error:
-            opening.agree(members, error, tokens.device if isinstance(tokens, Tensor) else None)
-            raise
     inputs = gates, tokens, initial_state
     states, final_state = scan(members, inputs, cu_seqlens, options, "linear_scan")
     return states if final_state is None else (states, final_state)
