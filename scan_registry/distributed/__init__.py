@@ -1,5 +1,11 @@
 """One sequence over many GPUs: operators whose time dimension is cut between the ranks of a torch.distributed group.
 
+A ``group`` is a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group. ``RuntimeError`` says that there is no
+process group, or that another rank refused its arguments; the message names the rank and its error. An argument that is wrong on
+one rank is an error on all ranks. With NCCL, a rank whose arguments are as in an earlier call does not wait for the GPU. It raises
+the error in the first later call or backward pass that finds the GPU's comparison finished, and the results of the call itself
+are not valid.
+
 Importing this package does not import torch. Each name imports what it needs on first use.
 """
 

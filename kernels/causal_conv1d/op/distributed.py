@@ -90,7 +90,7 @@ def causal_conv1d(
         weight: (channels, width), of a width from 2 to 8. ``weight`` and ``bias`` are the same on all ranks. A rank's
             gradients of them cover its own steps; the sum over ranks is the gradient of the whole sequence.
         bias: (channels,); None for zeros.
-        group: as for ``scan_registry.distributed.linear_scan``.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         initial_state: (batch, channels, width-1), the inputs before the first step of the whole sequence; with
             ``cu_seqlens`` (sequences, channels, width-1). The same on all ranks. The sum of its gradients over ranks is the
             gradient of the whole sequence.
@@ -111,7 +111,7 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: as ``scan_registry.causal_conv1d``, on the rank whose argument it is; ``ValueError`` on
             all ranks if shapes, dtypes or options differ between them.
-        RuntimeError: as for ``scan_registry.distributed.linear_scan``.
+        RuntimeError: there is no process group, or another rank refused its arguments: see ``scan_registry.distributed``.
         NoKernelError, DriverError: as ``scan_registry.causal_conv1d``.
     """
     y, final_state = call(

@@ -108,10 +108,7 @@ def linear_scan(
     Raises:
         TypeError: a tensor or the group is not of a type or dtype that is accepted.
         ValueError: shapes or options are not accepted, or differ between ranks; the message has those of each rank.
-        RuntimeError: there is no process group, or another rank refused its arguments; the message names the rank and its
-            error. An argument that is wrong on one rank is an error on all ranks. With NCCL, a rank whose arguments are
-            as in an earlier call does not wait for the GPU. It raises the error in the first later call or backward pass
-            that finds the GPU's comparison finished, and the results of the call itself are not valid.
+        RuntimeError: there is no process group, or another rank refused its arguments: see ``scan_registry.distributed``.
         NoKernelError: as for ``scan_registry.linear_scan``.
     """
     tensors = gates, tokens, initial_state, cu_seqlens, reset
