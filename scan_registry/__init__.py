@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from scan_registry.kernels.rnn.op.function import rnn
     from scan_registry.kernels.selective_scan.op.function import selective_scan
     from scan_registry.kernels.selective_state_update.op.function import selective_state_update
+    from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 
     __version__: str
 
@@ -97,6 +98,7 @@ __all__ = [
     "rnn_buffers",
     "selective_scan",
     "selective_state_update",
+    "ssd_scan",
 ]
 
 _HOMES = {

@@ -111,7 +111,7 @@ class Step:
         if here and family.compiled_for_cpu(decision.problem.dtype):
             return "this package's compiled code for the CPU"
         on_gpu = decision.system.device and decision.backend != "reference"
-        return family.stand_in if on_gpu else PLAIN_TORCH
+        return family.stand_in if on_gpu or not family.on_cpu else PLAIN_TORCH
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         decision, winner = self.decision, self.decision.winner

@@ -67,6 +67,16 @@ def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
         raise ValueError(f"cu_seqlens {how}; it must rise {'' if whole else 'in the range '}{to}")
 
 
+def as_int32(name: str, numbers: Tensor) -> Tensor:
+    """In int32. ``ValueError`` for numbers that are none of that, where values are checked."""
+    narrow = numbers.to(torch.int32)
+    if narrow.dtype != numbers.dtype and are_checked(numbers):
+        beyond = numbers[narrow != numbers]
+        if len(beyond):
+            raise ValueError(f"{name} has the number {int(beyond[0])}; accepted are those of int32")
+    return narrow
+
+
 def check_rows(name: str, rows: Any, state: Any) -> None:
     """Refuse row indices that are out of range or occur twice. A negative index stands for no row. Arguments of the
     wrong type or shape are left to other checks."""

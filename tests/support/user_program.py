@@ -123,6 +123,25 @@ def selective_scans(final: bool) -> Tensor:
     return out + both[0] + packed
 
 
+def dual_scans(final: bool) -> Tensor:
+    """Every overload of ``ssd_scan``."""
+    x, dt, A = torch.randn(1, 6, 2, 4), torch.rand(1, 6, 2), -torch.ones(2)
+    B, C = torch.randn(2, 1, 6, 1, 3)
+    out = scan_registry.ssd_scan(x, dt, A, B, C)
+    assert_type(out, Tensor)
+    both = scan_registry.ssd_scan(x, dt, A, B, C, torch.ones(2), x, return_final_state=True)
+    assert_type(both, tuple[Tensor, Tensor])
+    either = scan_registry.ssd_scan(
+        x, dt, A, B, C, dt_softplus=True, dt_limit=(0.0, 0.5), return_final_state=final
+    )
+    assert_type(either, Tensor | tuple[Tensor, Tensor])
+    bounds, numbers = torch.tensor([0, 2, 6]), torch.zeros(1, 6, dtype=torch.int32)
+    packed = scan_registry.ssd_scan(
+        *(x, dt, A, B, C), cu_seqlens=bounds, seq_idx=numbers, chunk_size=2, backend="reference"
+    )
+    return out + both[0] + packed
+
+
 def modules(x: Tensor) -> Tensor:
     """Each module with a tensor, a packed sequence and states."""
     lstm = nn.LSTM(5, 6, num_layers=2, batch_first=True, device="cpu", dtype=torch.float32)
@@ -273,6 +292,7 @@ def main() -> None:
     assert convolutions(tokens, final=True).shape == tokens.shape
     assert networks().dim() == 5
     assert selective_scans(final=True).shape == (1, 4, 6)
+    assert dual_scans(final=True).shape == (1, 6, 2, 4)
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
     assert layers(torch.randn(1, 7, 5), final=True).shape == (1, 7, 5)
     assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)

@@ -14,7 +14,7 @@ from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
 from scan_registry.ops.checks import as_bool, check_cu_seqlens, refuse_expanded, refuse_layout
-from scan_registry.ops.values import are_checked
+from scan_registry.ops.values import as_int32
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
 #: float64 has no kernels; it is there for checks of derivatives.
@@ -154,7 +154,7 @@ def normalised(
             raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
         check_tensor("seq_idx", seq_idx, _INTEGERS, x)
         check_shape("seq_idx", seq_idx, (batch, time), "(batch, time)")
-        seq_idx = _as_int32(seq_idx).contiguous()
+        seq_idx = as_int32("seq_idx", seq_idx).contiguous()
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens, _INTEGERS, x)
         check_cu_seqlens(cu_seqlens, time)
@@ -170,18 +170,6 @@ def normalised(
         initial_state = initial_state.to(x.dtype).contiguous()
     arguments = Arguments(x, weight, bias, initial_state, seq_idx, cu_seqlens)
     return arguments, Options(silu, final, backend)
-
-
-def _as_int32(seq_idx: Tensor) -> Tensor:
-    """``ValueError`` for numbers that are none of int32, where it costs little to look."""
-    narrow = seq_idx.to(torch.int32)
-    if narrow.dtype != seq_idx.dtype and are_checked(seq_idx):
-        beyond = seq_idx[narrow != seq_idx]
-        if len(beyond):
-            raise ValueError(
-                f"seq_idx has the number {int(beyond[0])}; accepted are those of int32"
-            )
-    return narrow
 
 
 class UpdateArguments(NamedTuple):

@@ -253,6 +253,27 @@ def selective_state_update(draw: Draw) -> Calls:
     )
 
 
+def ssd_scan(draw: Draw) -> Calls:
+    bounds, groups = draw.bounds(), draw.random.choice([1, 2])
+    between = () if bounds is None else (SEQUENCES,)
+    head = draw.batch, draw.time, 2
+    of_state = draw.batch, *between, 2, D, N
+    numbers = torch.zeros(head[:2], dtype=torch.int32, device=draw.device) if draw.flag() else None
+    projection = draw.batch, draw.time, groups, N
+    tensors = (
+        *(draw.tensor(*head, D), draw.tensor(*head), draw.tensor(2, dtype=draw.wide)),
+        *(draw.tensor(*projection), draw.tensor(*projection), draw.perhaps(2, dtype=draw.wide)),
+        *(draw.perhaps(2, dtype=draw.wide), draw.perhaps(*of_state, dtype=draw.wide), numbers),
+        None if bounds is None else bounds.int(),
+    )
+    final = draw.flag()
+    how = draw.flag(), 0.1, 0.8, draw.random.choice([0, 2]), final, draw.backend
+    yield "ssd_scan", (*tensors, *how)
+    out, last = called("ssd_scan", *tensors, *how)
+    grads = draw.like(out), draw.like(last) if final and draw.flag() else None
+    yield "ssd_scan_backward", (*tensors, *grads, *how, draw.flags(8))
+
+
 FAMILIES: Sequence[Callable[[Draw], Calls]] = (
     linear_scan,
     gated_scan,
@@ -260,6 +281,7 @@ FAMILIES: Sequence[Callable[[Draw], Calls]] = (
     causal_conv1d,
     selective_scan,
     selective_state_update,
+    ssd_scan,
 )
 
 

@@ -68,6 +68,12 @@ def scan_arguments() -> dict[str, Any]:
     return given | {"A": -torch.rand(D, N)}
 
 
+def dual_arguments() -> dict[str, Any]:
+    """Of ``ssd_scan``, with one head of three numbers."""
+    given = sequences("x", shape=(B, T, 1, D)) | sequences("B", "C", shape=(B, T, 1, N))
+    return given | {"dt": torch.rand(B, T, 1), "A": -torch.ones(1)}
+
+
 def step_arguments() -> dict[str, Any]:
     given = sequences("x", "dt", shape=(B, D)) | sequences("B", "C", shape=(B, N))
     return given | {"A": -torch.rand(D, N), "state": torch.rand(ROWS, D, N)}
@@ -112,6 +118,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "rnn max_seqlen": (here.rnn, rnn | {"cu_seqlens": torch.tensor([0, 4, 6])}),
         "selective_scan": (here.selective_scan, scan_arguments()),
         "selective_state_update": (here.selective_state_update, step_arguments()),
+        "ssd_scan": (here.ssd_scan, dual_arguments()),
         "distributed.causal_conv1d": (distributed.causal_conv1d, convolution),
         "distributed.causal_conv1d seq_idx": (distributed.causal_conv1d, batch),
         "distributed.gated_scan": (gated(distributed.gated_scan), hgrn),

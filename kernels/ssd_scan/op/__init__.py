@@ -1,0 +1,1 @@
+"""``ssd_scan`` for torch: the public function, its checks, plans and derivatives."""

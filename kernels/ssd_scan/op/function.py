@@ -1,0 +1,160 @@
+"""``ssd_scan``: the state space model of Mamba-2, whose decay is one number a head and step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, overload
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.ssd_scan.op import problems as ssd_scan_problems
+from scan_registry.kernels.ssd_scan.op.arguments import BACKENDS, normalised
+from scan_registry.kernels.ssd_scan.op.autograd import fast_scan, scan
+from scan_registry.kernels.ssd_scan.op.problems import KernelCall
+from scan_registry.ops.call import unwatched
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class SSDScanOptions(TypedDict, total=False):
+        """What ``ssd_scan`` takes by name alone, beside ``return_final_state``."""
+
+        seq_idx: Tensor | None
+        cu_seqlens: Tensor | None
+        chunk_size: int | None
+        backend: Backend
+
+
+__all__ = ["BACKENDS", "describe", "ssd_scan"]
+
+_NO_LIMIT = (0.0, float("inf"))
+
+
+# fmt: off
+@overload
+def ssd_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[False] = False, **options: Unpack[SSDScanOptions],
+) -> Tensor: ...
+@overload
+def ssd_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
+    initial_state: Tensor | None = None, *,
+    return_final_state: Literal[True], **options: Unpack[SSDScanOptions],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_scan(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
+    dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
+    initial_state: Tensor | None = None, *,
+    return_final_state: bool, **options: Unpack[SSDScanOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+# fmt: on
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _NO_LIMIT,
+    initial_state: Tensor | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The state space dual scan of Mamba-2::
+
+        δ    = clamp(softplus(dt + dt_bias), *dt_limit)   without softplus unless dt_softplus
+        s[t] = exp(δ[t]·A)·s[t-1] + δ[t]·x[t] ⊗ B[t]
+        out  = (s[t]·C[t] + D·x[t])·silu(z[t])            without what is None
+
+    Args:
+        x: (batch, time, heads, P), float32, bfloat16, float16 or float64, with any strides.
+        dt: (batch, time, heads). In the default limits, a negative step size becomes 0.
+        A: (heads,), negative.
+        B: (batch, time, groups, N); group g is for the heads / groups heads from g·heads / groups on.
+        C: like ``B``.
+        D: (heads,) or (heads, P).
+        z: Like ``x``.
+        dt_bias: (heads,).
+        dt_softplus: Whether δ is softplus of the sum, which is the sum itself where that exceeds 20.
+        dt_limit: The least and the greatest δ.
+        initial_state: (batch, heads, P, N); with ``cu_seqlens`` (batch, sequences, heads, P, N). Zeros by default.
+        seq_idx: (batch, time), int32 or int64. A step whose number differs from the step's before starts from a zero state;
+            the first step of a sequence starts from the initial state.
+        cu_seqlens: Sequences packed along time: the (sequences + 1,) offsets of their first steps, int32 or int64, from
+            0 to ``time``, which hold for the whole batch. A sequence may be empty. Each has a state of its own.
+        return_final_state: Whether to return the state after the last step, too, or after each sequence.
+        chunk_size: Steps that are computed at once where torch's matrix products compute; kernels choose by themselves.
+            It changes results by rounding only.
+        backend: "auto", or "cuda" or "triton" for a kernel in that language, or "reference" for plain torch.
+
+    Returns:
+        The output, with the shape and dtype of ``x``; with ``return_final_state`` also the final state, of the shape of
+        ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times.
+
+    Raises:
+        TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
+        ValueError: a shape or a value is not as described, devices differ, or ``backend`` has no kernel for such arguments.
+    """
+    if z is None and type(dt_limit) is tuple and len(dt_limit) == 2:
+        how = dt_softplus, *dt_limit, chunk_size, return_final_state, backend
+        outputs = None
+        if not _is_compiling() and unwatched():
+            tensors = x, dt, A, B, C, D, dt_bias, initial_state, seq_idx, cu_seqlens
+            outputs = fast_scan(tensors, how)
+        if outputs is not None:
+            return outputs if return_final_state else outputs[0]  # type: ignore[no-any-return]
+    out, final_state = scan(
+        *normalised(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size,
+            return_final_state, backend,
+        )
+    )  # fmt: skip
+    return out if final_state is None else (out, final_state)
+
+
+def describe(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _NO_LIMIT,
+    initial_state: Tensor | None = None,
+    *,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> dict[str, KernelCall]:
+    """The problems that a call of ``ssd_scan`` with these arguments poses, by direction; those of derivatives only if they
+    are asked for. Nothing is computed."""
+    tensors = x, dt, A, B, C, D, z, dt_bias, initial_state
+    arguments, options, _ = normalised(
+        *tensors, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size, return_final_state, backend
+    )  # fmt: skip
+    if arguments.x.numel() == 0:
+        return {}
+    wanted = any(t is not None and t.requires_grad for t in tensors)
+    return ssd_scan_problems.describe(arguments, options, wanted)

@@ -1,0 +1,84 @@
+"""``ssd_scan`` as commands know it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from scan_registry.kernels.ssd_scan.problem import SSDScanProblem
+
+#: Of the gradients of x, dt, A, B, C and D, the names of the kernels' pointers.
+_GRADIENTS = ("x_grad", "dt_grad", "A_grad", "B_grad", "C_grad", "D_grad")
+_USUAL_STATES = 128
+
+
+class SSDScan(Operator):
+    """Its kernels are not tuned."""
+
+    name = "ssd_scan"
+    shape = "batch, time, heads and size of a head"
+    options = (
+        Option("--states", type=int, metavar="N", help=f"of a head; default: {_USUAL_STATES}"),
+        Option("--groups", type=int, metavar="N", help="that B and C come in; default: 1"),
+    )
+
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
+        if len(shape) != 4:
+            raise ValueError(
+                f"--shape is {args.shape!r}; ssd_scan takes batch, time, heads and size of a head, such as 8,2048,80,64"
+            )
+        batch, time, heads, _ = shape
+        states = _USUAL_STATES if args.states is None else args.states
+        if states < 1:
+            raise ValueError(f"--states is {states}; accepted are positive integers")
+        groups = 1 if args.groups is None else args.groups
+        if groups < 1 or heads % groups:
+            raise ValueError(f"--groups is {groups}; accepted are divisors of {heads} heads")
+        wide = "float64" if dtype == "float64" else "float32"
+
+        def of_heads() -> Tensor:
+            return described_tensor((heads,), wide)
+
+        projections = [described_tensor((batch, time, groups, states), dtype) for _ in "BC"]
+        tensors = (
+            *(described_tensor(shape, dtype), described_tensor((batch, time, heads), dtype)),
+            *(of_heads(), *projections, of_heads(), None, of_heads()),
+        )
+        return ParsedCall(tensors, {"dt_softplus": True}, {"states": states, "groups": groups})
+
+    def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
+        from scan_registry.kernels.ssd_scan.op import plans
+        from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
+
+        if problem.direction in ("states", "adjoint"):
+            raise NotImplementedError("on the CPU no kernel hands states of chunks on to another")
+        options = Options(problem.softplus, problem.low, problem.high)
+        arguments = Arguments._make([tensors.get(name) for name in Arguments._fields])
+        final_grad = tensors.get("final_grad")
+        if arguments.cu_seqlens is None:  # states have no dimension of sequences
+            initial = arguments.initial_state
+            arguments = arguments._replace(initial_state=None if initial is None else initial[:, 0])
+            final_grad = None if final_grad is None else final_grad[:, 0]
+        if problem.direction == "forward":
+            results = {"out": plans.forward(arguments, options)[0]}
+        else:
+            out_grad = tensors["out_grad"]
+            assert out_grad is not None
+            wanted = [True] * len(_GRADIENTS) + [False] * (DIFFERENTIABLE - len(_GRADIENTS))
+            gradients = plans.backward(arguments, out_grad, final_grad, options, tuple(wanted))
+            results = {n: g for n, g in zip(_GRADIENTS, gradients, strict=False) if g is not None}
+        for name, result in results.items():
+            kept = tensors[name]
+            assert kept is not None
+            kept.zero_()
+            first = (0,) * (kept.dim() - result.dim())  # all of a sum in its first term
+            kept[first].copy_(result)
+
+
+OPERATOR = SSDScan()

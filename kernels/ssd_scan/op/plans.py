@@ -1,0 +1,249 @@
+"""How a state space dual scan runs: by kernels or by torch's matrix products, forwards and backwards.
+
+A call with shapes, strides and dtypes seen before finds its selection in a plan. Arguments are as ``normalised`` makes
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Decision
+from scan_registry.kernels import family
+from scan_registry.kernels.ssd_scan import reference
+from scan_registry.kernels.ssd_scan.op import composed
+from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
+from scan_registry.kernels.ssd_scan.op.problems import copied, has_kernels, make_problem
+from scan_registry.kernels.ssd_scan.problem import Direction, SSDScanProblem
+from scan_registry.ops.launching import Run, allocator, plan_cache
+from scan_registry.runtime.loader import prepare, run_reference
+
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+
+Outputs = tuple[Tensor, Tensor | None]
+Gradients = tuple[Tensor | None, ...]
+#: What a call does to its tensors.
+Plan = Callable[..., Any]
+#: Arguments that kernels take without gaps.
+_DENSE = ("A", "D", "dt_bias", "initial_state", "seq_idx", "cu_seqlens")
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Where kernels run."""
+    return bool(tensor.is_cuda)
+
+
+def _in_torch(arguments: Arguments, options: Options) -> bool:
+    x = arguments.x
+    named = options.backend == "reference"
+    return named or not on_gpu(x) or x.numel() == 0 or not has_kernels(arguments)
+
+
+def _prepared(
+    directions: Sequence[Direction],
+    arguments: Arguments,
+    options: Options,
+    out_grad: Tensor | None,
+    copies: tuple[str, ...],
+) -> list[tuple[Run, SSDScanProblem]] | Decision:
+    """The kernels of these directions, with their problems; or the decision that there is none for one of them."""
+    kernels, backend = [], options.backend
+    for direction in directions:
+        problem = make_problem(direction, arguments, options, out_grad, copies)
+        index = arguments.x.device.index
+        plan = prepare(index, family("ssd_scan"), problem, backend, policy.lowest())  # type: ignore[arg-type]
+        if plan.launch is None:
+            return plan.decision
+        kernels.append((plan.run, problem))
+    return kernels
+
+
+def state_shape(arguments: Arguments) -> tuple[Any, ...]:
+    """Of the states before and after."""
+    batch, _, heads, size = arguments.x.shape
+    bounds = arguments.cu_seqlens
+    between = () if bounds is None else (bounds.shape[0] - 1,)
+    return (batch, *between, heads, size, arguments.B.shape[3])
+
+
+def empty_outputs(arguments: Arguments, options: Options) -> Outputs:
+    """The output and the final state, if it is asked for, not yet computed."""
+    x = arguments.x
+    dtype = reference.compute_dtype(x.dtype)
+    final = x.new_empty(state_shape(arguments), dtype=dtype) if options.final else None
+    return x.new_empty(x.shape), final
+
+
+def inputs_of(model: Arguments, copies: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """The kernels' pointers that are arguments, of all arguments like ``model``."""
+    gaps = [
+        name for name in _DENSE if (t := getattr(model, name)) is not None and not t.is_contiguous()
+    ]
+
+    def pointers(arguments: Arguments, out_grad: Tensor | None = None) -> dict[str, Any]:
+        tensors = {**arguments._asdict(), "out_grad": out_grad}
+        for name in (*copies, *gaps):
+            # A new tensor, also where it lies without gaps but starts off the boundaries of 16 bytes.
+            tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)
+        return tensors
+
+    return pointers
+
+
+# --- Forward ----------------------------------------------------------------------------------
+
+
+def forward(arguments: Arguments, options: Options) -> Outputs:
+    """The output, and the final state if it is asked for."""
+    outputs: Outputs = plan_cache.run(make_forward, tuple(arguments), options)
+    return outputs
+
+
+def make_forward(*args: Any) -> Plan:
+    """The plan of ``forward``, from its tensors and options."""
+    *tensors, options = args
+    arguments = Arguments(*tensors)
+
+    def by_torch(*tensors: Any) -> Outputs:
+        out, final = composed.forward(Arguments(*tensors), options)
+        return out, final.clone() if options.final else None
+
+    if _in_torch(arguments, options):
+        return by_torch
+    copies = copied(arguments)
+    kernels = _prepared(("states", "forward"), arguments, options, None, copies)
+    if isinstance(kernels, Decision):
+        decision = kernels
+        return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
+    (find_states, problem), (find_out, _) = kernels
+    inputs, x = inputs_of(arguments, copies), arguments.x
+    new_out = allocator(x.device, x.shape, x.dtype)
+    new_states = allocator(x.device, _slots_shape(problem), x.dtype)
+    new_final = allocator(x.device, state_shape(arguments)) if options.final else lambda: None
+
+    def plan(*tensors: Any) -> Outputs:
+        pointers = inputs(Arguments(*tensors))
+        out, final = new_out(), new_final()
+        pointers |= {"states": new_states(), "final_state": final, "out": out}
+        find_states(pointers)
+        find_out(pointers)
+        return out, final
+
+    return plan
+
+
+def _slots_shape(problem: SSDScanProblem) -> tuple[int, ...]:
+    """Of the states before chunks."""
+    p = problem
+    return p.batch, p.slots, p.heads, p.head_size, p.state_size
+
+
+# --- Backward ---------------------------------------------------------------------------------
+
+
+def backward(
+    arguments: Arguments,
+    out_grad: Tensor,
+    final_grad: Tensor | None,
+    options: Options,
+    wanted: tuple[bool, ...],
+) -> Gradients:
+    """The gradients that are wanted, of the differentiable arguments, each in its own dtype and without gaps."""
+    tensors = *arguments, out_grad, final_grad
+    gradients: Gradients = plan_cache.run(make_backward, tensors, options, wanted)
+    return gradients
+
+
+def make_backward(*args: Any) -> Plan:
+    """The plan of ``backward``, from its tensors, options and what is wanted."""
+    *tensors, options, wanted = args
+    *every, out_grad, _ = tensors
+    arguments = Arguments(*every)
+
+    def by_torch(*tensors: Any) -> Gradients:
+        # Below autograd, where the dispatcher may have come to by now, no derivatives are recorded.
+        recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
+        with recorded, torch.no_grad():
+            gradients = composed.backward(
+                Arguments(*tensors[:-2]), options, tensors[-2], tensors[-1], wanted
+            )
+        return tuple(None if g is None else g.contiguous() for g in gradients)
+
+    if _in_torch(arguments, options):
+        return by_torch
+    copies = copied(arguments, out_grad)
+    directions: tuple[Direction, ...] = ("states", "adjoint", "backward")
+    kernels = _prepared(directions, arguments, options, out_grad, copies)
+    if isinstance(kernels, Decision):
+        decision = kernels
+        return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
+    runs, problem = [run for run, _ in kernels], kernels[-1][1]
+    needed = tuple(
+        want and tensor is not None for want, tensor in zip(wanted, arguments, strict=False)
+    )
+    inputs = inputs_of(arguments, copies)
+    buffers = {
+        name: allocator(arguments.x.device, shape, dtype)
+        for name, (shape, dtype) in written(arguments, problem, needed[-1]).items()
+    }
+
+    def plan(*tensors: Any) -> Gradients:
+        *every, out_grad, final_grad = tensors
+        arguments = Arguments(*every)
+        pointers = inputs(arguments, out_grad)
+        pointers["final_grad"] = None if final_grad is None else final_grad.contiguous()
+        pointers |= {name: new() for name, new in buffers.items()}
+        for run in runs:
+            run(pointers)
+        return finished(arguments, pointers, needed)
+
+    return plan
+
+
+def written(
+    arguments: Arguments, problem: SSDScanProblem, initial: bool
+) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what a backward pass writes, and of what its kernels hand on to each other, by the names of
+    pointers. ``initial``: whether the initial state's gradient is wanted."""
+    x, wide, p = arguments.x, torch.float32, problem
+    heads = p.batch, p.slots, p.heads
+    projection = p.splits, *arguments.B.shape
+    buffers = {
+        "states": (_slots_shape(p), x.dtype),
+        "adjoints": (_slots_shape(p), x.dtype),
+        "x_grad": (tuple(x.shape), x.dtype),
+        "dt_grad": (tuple(x.shape[:3]), wide),
+        "A_grad": (heads, wide),
+        "B_grad": (projection, wide),
+        "C_grad": (projection, wide),
+    }
+    if arguments.D is not None:
+        buffers["D_grad"] = heads, wide
+    if initial:
+        buffers["initial_grad"] = state_shape(arguments), wide
+    return buffers
+
+
+def finished(
+    arguments: Arguments, pointers: Mapping[str, Any], needed: tuple[bool, ...]
+) -> Gradients:
+    """The gradients that are needed, of what kernels wrote."""
+    gradients: list[Callable[[], Tensor]] = [
+        lambda: pointers["x_grad"],
+        lambda: pointers["dt_grad"].to(arguments.dt.dtype),
+        lambda: pointers["A_grad"].sum((0, 1)),
+        lambda: pointers["B_grad"].sum(0).to(arguments.B.dtype),
+        lambda: pointers["C_grad"].sum(0).to(arguments.C.dtype),
+        lambda: pointers["D_grad"].sum((0, 1)),
+        lambda: pointers["dt_grad"].sum((0, 1)),
+        lambda: pointers["initial_grad"],
+    ]
+    assert len(gradients) == DIFFERENTIABLE
+    return tuple(
+        gradient() if need else None for gradient, need in zip(gradients, needed, strict=True)
+    )

@@ -1,0 +1,135 @@
+"""What a state space dual scan poses to the kernels: problems, made of tensors.
+
+Arguments are as ``normalised`` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from scan_registry.base.frozen import dataclass
+from scan_registry.dispatch.select import Backend
+from scan_registry.kernels.model import Problem
+from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
+from scan_registry.kernels.ssd_scan.problem import CHUNK, STRIDED, Direction, SSDScanProblem
+from scan_registry.ops.strides import dense_strides
+
+#: Of a GPU that is not there: as many as an H100 has.
+_USUAL_SMS = 132
+#: CTAs of the backward pass that each SM is to get.
+_CTAS_OF_SM = 2
+#: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
+_WHOLE = ("x", "B", "C", "out_grad")
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One kernel's part in an operator's call: its problem, and the inputs that are copied first."""
+
+    problem: SSDScanProblem
+    copied: tuple[str, ...] = ()
+
+    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
+        """The problem alone."""
+        return ((self.problem, backend),)
+
+    def fused(self) -> None:
+        """No kernel of this family does what another one does, too."""
+
+
+def has_kernels(arguments: Arguments) -> bool:
+    """Whether there are kernels for the dtype."""
+    return arguments.x.dtype in COMPILED
+
+
+def whole(tensor: Tensor, address: int) -> bool:
+    """Whether its rows along the last dimension lie without gaps and start on 16 bytes; ``address`` is where it starts."""
+    size = tensor.element_size()
+    others = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    starts = [address, *(stride * size for stride, count in others if count > 1)]
+    return tensor.stride(-1) == 1 and not any(start % 16 for start in starts)
+
+
+def copied(arguments: Arguments, out_grad: Tensor | None = None) -> tuple[str, ...]:
+    """The tensors that kernels take copies of."""
+    named = {**arguments._asdict(), "out_grad": out_grad}
+    return tuple(
+        name
+        for name in _WHOLE
+        if (t := named[name]) is not None and not whole(t, 0 if t.is_meta else t.data_ptr())
+    )
+
+
+def _strides(tensor: Tensor, copied: bool) -> tuple[int, ...]:
+    """Of the first three dimensions; where there is one row at most, what they would be without gaps."""
+    dense = dense_strides(tensor.shape, range(tensor.dim()))
+    if copied:
+        return dense[:3]
+    triples = zip(tensor.stride(), dense, tensor.shape, strict=True)
+    return tuple(stride if size > 1 else step for stride, step, size in triples)[:3]
+
+
+def make_problem(
+    direction: Direction,
+    arguments: Arguments,
+    options: Options,
+    out_grad: Tensor | None = None,
+    copies: tuple[str, ...] = (),
+) -> SSDScanProblem:
+    """What the arguments pose to one kernel."""
+    x, cu_seqlens = arguments.x, arguments.cu_seqlens
+    batch, time, heads, size = x.shape
+    tensors: Mapping[str, Tensor | None] = {**arguments._asdict(), "grad": out_grad}
+    strides: list[int] = []
+    for name in STRIDED[direction]:
+        tensor = tensors[name]
+        assert tensor is not None
+        strides += _strides(tensor, ("out_grad" if name == "grad" else name) in copies)
+    return SSDScanProblem(
+        direction=direction,
+        dtype=str(x.dtype).removeprefix("torch."),
+        batch=batch,
+        time=time,
+        heads=heads,
+        groups=arguments.B.shape[2],
+        head_size=size,
+        state_size=arguments.B.shape[3],
+        strides=tuple(strides),
+        softplus=options.softplus,
+        wide_dt=arguments.dt.dtype != x.dtype or x.dtype not in COMPILED,
+        low=options.low,
+        high=options.high,
+        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        splits=_splits(arguments) if direction == "backward" else 1,
+    )
+
+
+def _splits(arguments: Arguments) -> int:
+    """Splits of a group's heads for the backward pass: so many that its CTAs fill the GPU."""
+    x, cu_seqlens, groups = arguments.x, arguments.cu_seqlens, arguments.B.shape[2]
+    sms = _USUAL_SMS
+    if x.is_cuda:
+        sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    batch, time, heads, _ = x.shape
+    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    ctas = batch * (time // CHUNK + sequences) * groups
+    return max(1, min(heads // groups, -(-_CTAS_OF_SM * sms // ctas)))
+
+
+def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
+    """The problems of a call by direction, where the output's gradient lies as the output; those of derivatives only if it
+    is ``differentiated``."""
+    out_grad = torch.empty(arguments.x.shape, dtype=arguments.x.dtype, device="meta")
+    copies = copied(arguments)
+    forward: tuple[Direction, ...] = ("states", "forward")
+    backward: tuple[Direction, ...] = ("adjoint", "backward")
+    return {
+        direction: KernelCall(
+            make_problem(direction, arguments, options, out_grad, copies),
+            tuple(name for name in copies if name in STRIDED[direction]),
+        )
+        for direction in (*forward, *(backward if differentiated else ()))
+    }

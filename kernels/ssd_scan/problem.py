@@ -1,0 +1,133 @@
+"""A state space dual scan as numbers: what selection and launching need to know, and no tensor.
+
+Sequences are cut into chunks of ``CHUNK`` steps. Chunk k of sequence s is slot ``cu_seqlens[s] // CHUNK + s + k`` of
+``T // CHUNK + sequences``; where nothing is packed, a row of the batch is one sequence from 0 to T. Tensors, with S sequences, H heads,
+G groups, P the size of a head and N states:
+
+    x, out_grad                       (batch, T, H, P), in the problem's dtype
+    dt                                (batch, T, H), in that dtype or float32, any strides
+    B, C                              (batch, T, G, N), in that dtype
+    A, D, dt_bias                     (H,), float32; null: zeros, but for A
+    seq_idx, cu_seqlens               (batch, T) and (S + 1,), int32; null: one sequence
+    initial_state, final_state, final_grad, initial_grad
+                                      (batch, S, H, P, N), float32; null: zeros, or not asked for
+    out, x_grad                       (batch, T, H, P), in the problem's dtype
+    states                            (batch, slots, H, P, N), in that dtype: the state before each chunk
+    adjoints                          likewise: the gradient of the state after each chunk
+    dt_grad                           (batch, T, H), float32
+    A_grad, D_grad                    (batch, slots, H), float32: summed over all but the heads by whoever asked for them; zeros in
+                                      slots that hold no step
+    B_grad, C_grad                    (splits, batch, T, G, N), float32: summed over the first dimension likewise
+
+x, B, C and out_grad have a last dimension of stride 1, and start on 16 bytes everywhere. Others but dt lie without gaps.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Literal
+
+from scan_registry.base.frozen import dataclass
+
+Direction = Literal["states", "forward", "adjoint", "backward"]
+
+#: The dtypes that kernels are built for.
+DTYPES = ("bfloat16", "float16")
+#: A forward pass runs the first two, a backward pass all but ``forward``.
+DIRECTIONS: tuple[Direction, ...] = ("states", "forward", "adjoint", "backward")
+#: Steps of a chunk.
+CHUNK = 64
+#: The largest head and the most states, and what both are multiples of, as rows are moved by 16 bytes.
+MOST_SIZE, MOST_STATES, PIECE = 128, 256, 8
+
+_HEADS, _GROUPS = ("batch", "time", "head"), ("batch", "time", "group")
+#: The tensors that have strides of their own, with those strides' names; the kernels' order.
+STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
+    "states": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS},
+    "forward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS},
+    "adjoint": {"dt": _HEADS, "C": _GROUPS, "grad": _HEADS},
+    "backward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS, "grad": _HEADS},
+}
+
+
+def stride_names(direction: Direction) -> tuple[str, ...]:
+    """``x_batch`` and so on, in the kernels' order."""
+    return tuple(
+        f"{tensor}_{dimension}"
+        for tensor, dimensions in STRIDED[direction].items()
+        for dimension in dimensions
+    )
+
+
+@dataclass(frozen=True)
+class SSDScanProblem:
+    """One direction of one scan.
+
+    dtype       of x, B, C, the output and its gradient
+    head_size   P
+    state_size  N
+    strides     in elements, of the tensors that ``STRIDED`` names
+    softplus    of the step sizes, before the limits ``low`` and ``high``
+    wide_dt     whether dt is float32
+    sequences   that are packed along time; 0: they are not
+    splits      of a group's heads, each of which adds up gradients of B and C, in the direction ``backward``
+    """
+
+    direction: Direction
+    dtype: str
+    batch: int
+    time: int
+    heads: int
+    groups: int
+    head_size: int
+    state_size: int
+    strides: tuple[int, ...]
+    softplus: bool = False
+    wide_dt: bool = False
+    low: float = 0.0
+    high: float = math.inf
+    sequences: int = 0
+    splits: int = 1
+
+    @property
+    def kernel(self) -> str:
+        return self.direction
+
+    @property
+    def slots(self) -> int:
+        """Of chunks, in each row of the batch."""
+        return self.time // CHUNK + max(1, self.sequences)
+
+    @property
+    def group_heads(self) -> int:
+        """Heads that share B and C."""
+        return self.heads // self.groups
+
+    def scalars(self) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name."""
+        values = {
+            "batch": self.batch,
+            "time": self.time,
+            "heads": self.heads,
+            "groups": self.groups,
+            "head_size": self.head_size,
+            "state_size": self.state_size,
+            "sequences": max(1, self.sequences),
+            "slots": self.slots,
+            "splits": self.splits,
+            "flags": self.softplus | self.wide_dt << 1,
+            "dt_low": float_bits(self.low),
+            "dt_high": float_bits(self.high),
+        }
+        return values | dict(zip(stride_names(self.direction), self.strides, strict=True))
+
+
+def float_bits(number: float) -> int:
+    """The bits of a number in float32, as an integer; what exceeds float32 is infinite."""
+    try:
+        packed = struct.pack("<f", number)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, number))
+    return int.from_bytes(packed, "little")
