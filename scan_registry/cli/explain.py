@@ -32,7 +32,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shapes = "; ".join(f"for {operator.name} {operator.shape}" for operator in by_name.values())
     parser.add_argument("--shape", required=True, metavar="N,N,…", help=shapes)
     for option, takers in _options().values():
-        text = f"of {', '.join(takers)}: {option.settings['help']}"
+        meanings = dict[str, list[str]]()
+        for name, meaning in takers.items():
+            meanings.setdefault(meaning, []).append(name)
+        text = "; ".join(f"of {', '.join(names)}: {words}" for words, names in meanings.items())
         parser.add_argument(*option.names, **{**option.settings, "help": text})
     special = [
         f"; of {operator.name} also {' '.join(more)}"
@@ -54,13 +57,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
-def _options() -> dict[str, tuple[Option, list[str]]]:
+def _options() -> dict[str, tuple[Option, dict[str, str]]]:
     """The options of operators, and which operators have each. If several have the same option, the first one
     declares it."""
-    by_dest: dict[str, tuple[Option, list[str]]] = {}
+    by_dest: dict[str, tuple[Option, dict[str, str]]] = {}
     for operator in operators().values():
         for option in operator.options:
-            by_dest.setdefault(option.dest, (option, []))[1].append(operator.name)
+            takers = by_dest.setdefault(option.dest, (option, {}))[1]
+            takers[operator.name] = option.settings["help"]
     return by_dest
 
 
