@@ -74,6 +74,16 @@ def _biased(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, bias: Ten
     )
 
 
+def _dual(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, S: Tensor) -> Any:
+    return scan_registry.ssd_scan(
+        *(x, dt, -A.abs(), B, C, D, x, A, True), initial_state=S, return_final_state=True
+    )
+
+
+def _dual_of_one_group(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Any:
+    return scan_registry.ssd_scan(x, dt, -A.abs(), B, C)
+
+
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor, initial: Tensor) -> Any:
     return scan_registry.causal_conv1d(
         *(x, weight, bias), initial_state=initial, return_final_state=True, activation="silu"
@@ -90,7 +100,16 @@ _SELECTIVE = (
     [1, 1, 0, None, 1, 0],
     [2, 2, None, 2, 3, None],
 )  # fmt: skip
+_HEADS = (BATCH, TIME, CHANNELS, 2), (BATCH, TIME, CHANNELS), (CHANNELS,)
 CALLS = {
+    "ssd_scan": Call(
+        *(_dual, [*_HEADS, *[(BATCH, TIME, 2, STATES)] * 2, (CHANNELS,), (BATCH, CHANNELS, 2, STATES)]),
+        *([0, 0, None, 0, 0, None, 0], [2, 2, 0, 2, 2, 0, 1], [1, 1, None, 1, 1, None, None]),
+    ),
+    "ssd_scan, one group": Call(
+        *(_dual_of_one_group, [*_HEADS, *[(BATCH, TIME, 1, STATES)] * 2]),
+        *([0, 0, None, 0, 0], [2, 2, 0, None, None], [1, 1, None, 1, 1]),
+    ),
     "linear_scan": Call(_linear, [_WHOLE, _WHOLE, _STATE], [0, 0, 0], [1, 1, 1], [2, 2, None]),
     "linear_scan, broadcast": Call(
         _decayed, [(CHANNELS, 1), _WHOLE], [None, 0], [0, 1], [None, 2]

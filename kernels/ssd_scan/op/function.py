@@ -13,6 +13,7 @@ from scan_registry.kernels.ssd_scan.op.arguments import BACKENDS, normalised
 from scan_registry.kernels.ssd_scan.op.autograd import fast_scan, scan
 from scan_registry.kernels.ssd_scan.op.problems import KernelCall
 from scan_registry.ops.call import unwatched
+from scan_registry.ops.sharded import call_sharded
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -112,14 +113,14 @@ def ssd_scan(
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape or a value is not as described, devices differ, or ``backend`` has no kernel for such arguments.
     """
-    if z is None and type(dt_limit) is tuple and len(dt_limit) == 2:
+    tensors = x, dt, A, B, C, D, dt_bias, initial_state, seq_idx, cu_seqlens
+    pair = type(dt_limit) is tuple and len(dt_limit) == 2
+    if z is None and pair and not _is_compiling() and unwatched():
         how = dt_softplus, *dt_limit, chunk_size, return_final_state, backend
-        outputs = None
-        if not _is_compiling() and unwatched():
-            tensors = x, dt, A, B, C, D, dt_bias, initial_state, seq_idx, cu_seqlens
-            outputs = fast_scan(tensors, how)
+        outputs = fast_scan(tensors, how)
         if outputs is not None:
             return outputs if return_final_state else outputs[0]  # type: ignore[no-any-return]
+    call_sharded("ssd_scan", tensors, ())  # None, but rules for DTensors are loaded
     out, final_state = scan(
         *normalised(
             x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size,
