@@ -318,7 +318,7 @@ def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled)
     ship = "ship what `scan-registry cache export` makes"
     how = "taken from the cache" if compiled.cached else f"compiled by {compiled.binary.compiler}"
     _tell(
-        (variant.kernel, variant.language, Tier.JIT),
+        (variant.family, variant.kernel, variant.language, Tier.JIT),
         f"{variant.family}.{variant.kernel} runs on tier jit on {there.name} ({there.arch}), as "
         f"nothing that is installed fits: {variant} was {how} in {compiled.milliseconds:.0f} ms, "
         f"folder {jit_cache().folder}. To avoid it, {', or '.join([*remedies(decision), ship])}",
@@ -329,7 +329,8 @@ def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
     """Run the reference on a GPU; the first time for a kernel, measure it and warn."""
     import torch
 
-    there, key = decision.system.device, (decision.problem.kernel, Tier.REFERENCE)
+    there = decision.system.device
+    key = decision.family.name, decision.problem.kernel, Tier.REFERENCE
     if there is None or decision.backend == "reference" or key in _warned:
         return run()
     if torch.cuda.is_current_stream_capturing():

@@ -105,8 +105,8 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
     return run
 
 
-#: The output and the final state, or None for it, of a call, from ``Arguments`` as the caller passes them, and ``dt_softplus``, both limits,
-#: ``chunk_size``, ``return_final_state`` and ``backend``. None if the call does not take the fast path.
+#: The output, and the final state or None, of a call: from ``Arguments`` as the caller passes them, and ``dt_softplus``, both
+#: limits, ``chunk_size``, ``return_final_state`` and ``backend``. None if the call does not take the fast path.
 fast_scan = fast_path(_plan)
 
 _TENSORS = (

@@ -13,6 +13,7 @@ a slot that no sequence fills have δ = 0 and x = 0: they leave the state as it 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class Slots(NamedTuple):
 
 def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state, of ``normalised`` arguments."""
-    with torch.autocast(arguments.x.device.type, enabled=False):
+    with _in_full(arguments.x):
         return _forward(arguments, options)
 
 
@@ -63,8 +64,16 @@ def backward(
         inputs = Arguments._make([*leaves, *arguments[DIFFERENTIABLE:]])
         return zip(forward(inputs, options), (out_grad, final_grad), strict=True)
 
-    with torch.autocast(arguments.x.device.type, enabled=False):
+    with _in_full(arguments.x):
         return gradients(arguments[:DIFFERENTIABLE], wanted, recompute)
+
+
+def _in_full(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Without autocast, which would narrow the products."""
+    kind = tensor.device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ def make_forward(*args: Any) -> Plan:
 
     def by_torch(*tensors: Any) -> Outputs:
         out, final = composed.forward(Arguments(*tensors), options)
-        return out, final.clone() if options.final else None
+        return out, final.contiguous() if options.final else None
 
     if _in_torch(arguments, options):
         return by_torch

@@ -153,6 +153,13 @@ def test_shapes_on_meta() -> None:
     assert (final.shape, final.dtype) == (tensors[8].shape, torch.float32)
 
 
+def test_maps_on_meta() -> None:
+    tensors = [t.to("meta") for t in drawn(torch.bfloat16)]
+    several = torch.stack([tensors[0]] * 3)
+    out, final = vmap(lambda x: run(x, *tensors[1:]))(several)
+    assert (out.shape, final.shape) == (several.shape, (3, *tensors[8].shape))
+
+
 def test_products_are_counted() -> None:
     problem = draw(2, 128, 4, 8, 2, 16, dtype=torch.float32)
     problem["x"].requires_grad_()

@@ -214,6 +214,12 @@ def test_what_computes_on_the_cpu(dtype: torch.dtype) -> None:
     rates = torch.zeros(8, 4, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     states = torch.zeros(2, 4, 16, dtype=dtype)
     assert runs(scan_registry.selective_scan, x, x, rates, states, states) == expected
+    heads, dt, projection = (
+        torch.zeros(size, dtype=dtype) for size in ((2, 8, 3, 4), (2, 8, 3), (2, 8, 1, 5))
+    )
+    rate = torch.zeros(3, dtype=rates.dtype)
+    dual = runs(scan_registry.ssd_scan, heads, dt, rate, projection, projection)
+    assert dual == {"torch's matrix products, chunk by chunk"}
 
 
 def test_what_is_compiled_here(a_device: Describe) -> None:
