@@ -9,28 +9,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d_update
 from scan_registry.kernels.selective_state_update.op.function import selective_state_update
-from scan_registry.nn.exports import Exports
-from scan_registry.nn.mamba_block import States, Weights, convolved, mapped, mix, projected
+from scan_registry.nn.mamba_block import States, Weights, convolve_step, mapped, mix, projected
 from scan_registry.nn.mamba_checks import (
-    DTYPES,
-    as_pair,
-    check_constructor,
     check_convolution,
     check_hidden,
     check_options,
-    check_states,
+    check_ranks,
+    check_sizes,
 )
+from scan_registry.nn.mamba_states import Device, GeneratingBlock, remember, wide
 from scan_registry.nn.submodules import weights_of
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend
 
-Device = torch.device | str | int | None
 
-
-class Mamba(Exports):
+class Mamba(GeneratingBlock):
     """``mamba_ssm.Mamba``: a projection, a causal convolution, a selective scan, a gate and a projection back.
 
     Parameters have mamba_ssm's names, shapes and initial values; with the same seed, in float32, the very same.
@@ -79,13 +74,13 @@ class Mamba(Exports):
         *,
         backend: Backend = "auto",
     ) -> None:
-        check_constructor(
-            {"d_model": d_model, "d_state": d_state, "d_conv": d_conv, "dt_rank": dt_rank},
+        check_sizes(
+            {"d_model": d_model, "d_state": d_state, "d_conv": d_conv},
             {"expand": expand, "dt_min": dt_min, "dt_max": dt_max},
-            dt_init,
             dtype,
             backend,
         )
+        check_ranks(dt_rank, dt_init)
         check_options(dt_min, dt_max, conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         super().__init__()
         self.d_model = d_model
@@ -184,102 +179,27 @@ class Mamba(Exports):
             TypeError, ValueError: an argument is not as described.
         """
         check_hidden(self, hidden_states)
-        if inference_params is not None:
-            if states is not None:
-                raise ValueError(
-                    f"{type(self).__name__}: Expected inference_params or states, got both"
-                )
-            states = self._states_from(inference_params, hidden_states.shape[0])
-            if inference_params.seqlen_offset == 0:
-                for state in states:
-                    state.zero_()
-        if states is None:
+        before = self._states_before(
+            hidden_states, hidden_states.shape[0], inference_params, states
+        )
+        if before is None:
             y, _ = mix(self._projected(hidden_states), self._weights(), backend=self.backend)
             return self._output(y.transpose(1, 2))
-        check_states(self, hidden_states, *as_pair(self, states))
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
-            return self._step(hidden_states, *states)
-        return self._continued(hidden_states, *states)
-
-    def step(
-        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One step, for generation; the states are changed in place. It has no derivative.
-
-        Args:
-            hidden_states: (batch, 1, d_model).
-            conv_state: (batch, channels, d_conv), as ``allocate_inference_cache`` makes it.
-            ssm_state: (batch, channels, d_state), as ``allocate_inference_cache`` makes it.
-
-        Returns:
-            The output, (batch, 1, d_model), and both states.
-
-        Raises:
-            TypeError, ValueError: an argument is not as described.
-        """
-        check_hidden(self, hidden_states)
-        check_states(self, hidden_states, conv_state, ssm_state)
-        if hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"{type(self).__name__}: Expected hidden_states of one step, got {hidden_states.shape[1]}; "
-                "for several, call the module with states=(conv_state, ssm_state)"
-            )
-        with torch.no_grad():
-            return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
-
-    def allocate_inference_cache(
-        self,
-        batch_size: int,
-        max_seqlen: int,
-        dtype: torch.dtype | None = None,
-        *,
-        device: Device = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """States of a sequence that has not begun: those of the convolution and of the scan.
-
-        Args:
-            batch_size: how many sequences.
-            max_seqlen: taken and not used, as states do not grow.
-            dtype: that of both. If None, that of the parameters for the convolution and float32 for the scan, so that
-                generation computes what a call on the whole sequence does.
-            device: where they are. None: ``A_log``'s device. Pass one if ``A_log`` is offloaded to ``meta``.
-            **kwargs: taken and not used.
-
-        Returns:
-            Zeros, (batch_size, channels, d_conv) and (batch_size, channels, d_state).
-        """
-        own_dtype, rows = self.parameters_dtype, (batch_size, self.d_inner)
-        wide = torch.float64 if own_dtype == torch.float64 else torch.float32
-        device = self.A_log.device if device is None else device
-        conv = torch.zeros(*rows, self.d_conv, dtype=dtype or own_dtype, device=device)
-        return conv, torch.zeros(*rows, self.d_state, dtype=dtype or wide, device=device)
+            return self._step(hidden_states, *before)
+        return self._continued(hidden_states, *before)
 
     @property
-    def parameters_dtype(self) -> torch.dtype:
-        """The convolution's dtype, as ``A_log``, ``D`` and quantized projections may have others."""
-        conv: nn.Module = self.conv1d
-        if type(conv) is nn.Conv1d and (weight := conv._parameters.get("weight")) is not None:
-            return weight.dtype  # at once, as steps ask for it, too
-        inside = (parameter.dtype for parameter in conv.parameters())
-        return next((dtype for dtype in inside if dtype in DTYPES), self.A_log.dtype)
-
-    def _states_from(self, params: Any, batch: int) -> tuple[Tensor, Tensor]:
-        if self.layer_idx is None:
-            raise ValueError(
-                f"{type(self).__name__}: Expected layer_idx in the constructor for inference_params, got None"
-            )
-        kept: dict[Any, tuple[Tensor, Tensor]] = params.key_value_memory_dict
-        if self.layer_idx not in kept:
-            kept[self.layer_idx] = self.allocate_inference_cache(batch, 0)
-        return kept[self.layer_idx]
+    def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of one sequence's states: (channels, d_conv) and (channels, d_state)."""
+        return (self.d_inner, self.d_conv), (self.d_inner, self.d_state)
 
     def _weights(self) -> Weights:
         A_log: Tensor = self.A_log
         D: Tensor = self.D
         if self.parameters_dtype == torch.float64:  # which does not mix with narrower ones
             A_log, D = A_log.double(), D.double()
-        check_convolution(self)
+        check_convolution(self, self.d_inner)
         conv: tuple[Any, Tensor | None] = self.conv1d, None
         if weights := weights_of(self.conv1d):
             conv = weights[0].squeeze(1), weights[1]
@@ -290,7 +210,7 @@ class Mamba(Exports):
             # A function: some weight classes support only ``linear``, with positional arguments.
             steps = lambda x: linear(x, matrix), bias
         return Weights(
-            *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(_wide(A_log)), D),
+            *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(wide(A_log)), D),
         )
 
     def _projected(self, hidden_states: Tensor) -> Tensor:
@@ -308,23 +228,14 @@ class Mamba(Exports):
         assert after is not None
         with torch.no_grad():
             # One input more than the convolution looks back, as mamba_ssm keeps it.
-            inputs = torch.cat([conv_state, xz[:, : self.d_inner].to(conv_state.dtype)], -1)
-            conv_state.copy_(inputs[..., -self.d_conv :])
+            remember(conv_state, xz[:, : self.d_inner])
             ssm_state.copy_(after)
         return self._output(y.transpose(1, 2))
 
     def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
         weights = self._weights()
         x, z = self._projected(hidden_states).squeeze(-1).chunk(2, dim=-1)
-        # The state is of one dtype with its input, which autocast may have narrowed.
-        taken = x.to(conv_state.dtype)
-        if isinstance(weights.conv, Tensor):
-            u = causal_conv1d_update(
-                *(taken, conv_state, weights.conv, weights.conv_bias, "silu"), backend=self.backend
-            ).to(x.dtype)
-        else:
-            conv_state.copy_(torch.cat([conv_state[..., 1:], taken.unsqueeze(-1)], -1))
-            u = convolved(weights.conv, conv_state.to(x.dtype), 1).squeeze(-1)
+        u = convolve_step(x, conv_state, weights.conv, weights.conv_bias, backend=self.backend)
         steps, B, C = projected(u, weights, 2).split([self.dt_rank, self.d_state, self.d_state], -1)
         y = selective_state_update(
             *(ssm_state, u, mapped(steps, weights.dt_proj), weights.A, B, C, weights.D, z),
@@ -332,7 +243,3 @@ class Mamba(Exports):
             backend=self.backend,
         )
         return self._output(y).unsqueeze(1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()

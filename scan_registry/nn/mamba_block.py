@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
+from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d, causal_conv1d_update
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 
 #: A matrix, or a function that maps the last dimension.
@@ -77,16 +77,7 @@ def mix(
     """
     x, z = xz.chunk(2, dim=1)
     earlier = None if before is None else before.conv
-    if isinstance(weights.conv, Tensor):
-        u: Tensor = causal_conv1d(
-            *(x, weights.conv, weights.conv_bias),
-            initial_state=earlier,
-            activation="silu",
-            backend=backend,
-        )
-    else:
-        inputs = x if earlier is None else torch.cat([earlier.to(x.dtype), x], -1)
-        u = convolved(weights.conv, inputs, x.shape[2])
+    u = convolve(x, weights.conv, weights.conv_bias, earlier, backend=backend)
     rank, rows = weights.rank, _rows(weights)
     projections = projected(u.transpose(1, 2), weights, (weights.B is None) + (weights.C is None))
     steps = projections[..., :rank]
@@ -134,6 +125,49 @@ def projected(u: Tensor, weights: Weights, taken: int) -> Tensor:
 def mapped(x: Tensor, by: Map) -> Tensor:
     """``x`` with its last dimension mapped."""
     return linear(x, by) if isinstance(by, Tensor) else by(x).to(x.dtype)
+
+
+def convolve(
+    x: Tensor,
+    conv: Map,
+    bias: Tensor | None,
+    earlier: Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: Any = "auto",
+) -> Tensor:
+    """The convolution of x (batch, channels, time) behind ``earlier`` inputs, and silu of it, by weights (channels, width)
+    or by a function. A function sees one sequence a row, and always has the activation."""
+    if isinstance(conv, Tensor):
+        return causal_conv1d(
+            *(x, conv, bias),
+            initial_state=earlier,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            activation=activation,
+            backend=backend,
+        )
+    if seq_idx is not None or cu_seqlens is not None:
+        raise ValueError(
+            "conv1d is wrapped, hooked or no Conv1d, and runs in torch, which takes neither seq_idx nor cu_seqlens"
+        )
+    inputs = x if earlier is None else torch.cat([earlier.to(x.dtype), x], -1)
+    return convolved(conv, inputs, x.shape[2])
+
+
+def convolve_step(
+    x: Tensor, conv_state: Tensor, conv: Map, bias: Tensor | None, *, backend: Any = "auto"
+) -> Tensor:
+    """silu of the convolution of one step x (batch, channels), whose state is changed in place."""
+    # The state is of one dtype with its input, which autocast may have narrowed.
+    taken = x.to(conv_state.dtype)
+    if isinstance(conv, Tensor):
+        update = causal_conv1d_update(taken, conv_state, conv, bias, "silu", backend=backend)
+        return update.to(x.dtype)
+    conv_state.copy_(torch.cat([conv_state[..., 1:], taken.unsqueeze(-1)], -1))
+    return convolved(conv, conv_state.to(x.dtype), 1).squeeze(-1)
 
 
 def convolved(conv: Callable[[Tensor], Tensor], inputs: Tensor, steps: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ``Mamba`` refuses, in the style of the recurrent modules: what was expected, and what was given."""
+"""What ``Mamba`` and ``Mamba2`` refuse, in the style of the recurrent modules: what was expected, and what was given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import refuse_expanded, refuse_layout
 
 if TYPE_CHECKING:
-    from scan_registry.nn.mamba import Mamba
+    from scan_registry.nn.mamba_states import GeneratingBlock
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _DTYPES = ", ".join(map(str, DTYPES))
@@ -24,12 +24,12 @@ _DTYPES = ", ".join(map(str, DTYPES))
 WIDTHS = (2, 8)
 
 
-def check_constructor(
-    sizes: Mapping[str, Any], numbers_: Mapping[str, Any], dt_init: Any, dtype: Any, backend: Any
+def check_sizes(
+    sizes: Mapping[str, Any], numbers_: Mapping[str, Any], dtype: Any, backend: Any
 ) -> None:
-    """Refuse arguments of the wrong type or out of range."""
+    """Refuse arguments of the constructors of both blocks that are of the wrong type or out of range."""
     for name, size in sizes.items():
-        _check_size(name, size)
+        check_size(name, size)
     for name, number in numbers_.items():
         if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
             raise ValueError(f"{name} should be a number above 0, got: {number!r}")
@@ -43,9 +43,15 @@ def check_constructor(
         raise ValueError(
             f"d_conv should be from {WIDTHS[0]} to {WIDTHS[1]}, got: {sizes['d_conv']}"
         )
+    check_dtype_and_backend(dtype, backend)
+
+
+def check_ranks(dt_rank: Any, dt_init: Any) -> None:
+    """Refuse what is no rank, and no way to begin, of the projection to step sizes."""
+    if dt_rank != "auto":
+        check_size("dt_rank", dt_rank, " or 'auto'")
     if dt_init not in ("random", "constant"):
         raise ValueError(f"dt_init should be 'random' or 'constant', got: {dt_init!r}")
-    check_dtype_and_backend(dtype, backend)
 
 
 def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
@@ -56,12 +62,10 @@ def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
         raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
 
 
-def _check_size(name: str, size: Any) -> None:
-    if name == "dt_rank" and size == "auto":
-        return
+def check_size(name: str, size: Any, others: str = "") -> None:
+    """Refuse what is no size; ``others`` names what else would be accepted."""
     if not isinstance(size, int) or isinstance(size, bool):
-        or_auto = " or 'auto'" if name == "dt_rank" else ""
-        raise TypeError(f"{name} should be of type int{or_auto}, got: {type(size).__name__}")
+        raise TypeError(f"{name} should be of type int{others}, got: {type(size).__name__}")
     if size <= 0:
         raise ValueError(f"{name} must be greater than zero")
 
@@ -75,27 +79,27 @@ def check_options(least: float, most: float, **flags: Any) -> None:
         raise ValueError(f"dt_min should be at most dt_max, got: {least!r} and {most!r}")
 
 
-def check_hidden(module: Mamba, x: Any) -> None:
+def check_hidden(module: GeneratingBlock, x: Any, what: str = "hidden_states") -> None:
     """Refuse an input that does not go with the module's parameters."""
     name, weights = type(module).__name__, weights_of(module.in_proj)
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: Expected hidden_states to be a Tensor, got {type(x).__name__}")
+        raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(x).__name__}")
     if x.layout != torch.strided or x.is_nested:
-        refuse_layout("hidden_states", x)
+        refuse_layout(what, x)
     if x.dim() != 3 or x.shape[2] != module.d_model:
         raise ValueError(
-            f"{name}: Expected hidden_states of size (batch, time, {module.d_model}), got {tuple(x.shape)}"
+            f"{name}: Expected {what} of size (batch, time, {module.d_model}), got {tuple(x.shape)}"
         )
-    check_dtype(name, "hidden_states", x, None if weights is None else weights[0])
-    check_device(name, "hidden_states", x, module.A_log)
+    check_dtype(name, what, x, None if weights is None else weights[0])
+    check_device(name, what, x, module.A_log)
 
 
-def check_convolution(module: Mamba) -> None:
+def check_convolution(module: GeneratingBlock, channels: int) -> None:
     """Refuse an ``nn.Conv1d`` in place of the module's own that looks at other inputs: states hold those of this one."""
     conv: Any = module.conv1d
     if type(conv) is not nn.Conv1d:
         return
-    width, channels = module.d_conv, module.d_inner
+    width = module.d_conv
     expected = {
         "kernel_size": (width,), "stride": (1,), "padding": (width - 1,), "dilation": (1,), "groups": channels,
         "in_channels": channels, "out_channels": channels, "padding_mode": "zeros",
@@ -134,7 +138,7 @@ def check_device(name: str, what: str, x: Tensor, parameter: Tensor) -> None:
     )
 
 
-def as_pair(module: Mamba, states: Any) -> tuple[Any, Any]:
+def as_pair(module: GeneratingBlock, states: Any) -> tuple[Any, Any]:
     """The states, of which there must be two."""
     if isinstance(states, (tuple, list)) and len(states) == 2:
         return states[0], states[1]
@@ -145,15 +149,17 @@ def as_pair(module: Mamba, states: Any) -> tuple[Any, Any]:
     )
 
 
-def check_states(module: Mamba, x: Tensor, conv_state: Any, ssm_state: Any) -> None:
+def check_states(
+    module: GeneratingBlock, x: Tensor, sequences: int, conv_state: Any, ssm_state: Any
+) -> None:
     """Refuse states of another size, dtype or device, and those that cannot be written in place: before anything is
     written to either of them."""
-    name, batch = type(module).__name__, x.shape[0]
-    parameters = module.parameters_dtype
+    name, parameters = type(module).__name__, module.parameters_dtype
+    conv_size, scan_size = module.state_sizes
     accepted = (torch.float64,) if parameters == torch.float64 else DTYPES[:3]
     expected = {
-        "conv_state": (conv_state, (batch, module.d_inner, module.d_conv)),
-        "ssm_state": (ssm_state, (batch, module.d_inner, module.d_state)),
+        "conv_state": (conv_state, (sequences, *conv_size)),
+        "ssm_state": (ssm_state, (sequences, *scan_size)),
     }
     for what, (state, size) in expected.items():
         if not isinstance(state, Tensor):
