@@ -53,6 +53,7 @@ OPERATORS: dict[str, Callable[[str], Tensor]] = {
 MODULES: dict[str, Callable[[], Any]] = {
     **{name: lambda make=make: make(device=CPU) for name, make in MAKERS.items()},
     "Mamba": lambda: nn.Mamba(8, device=CPU),
+    "Mamba2": lambda: nn.Mamba2(8, d_state=4, headdim=4, device=CPU),
     **{
         name: lambda name=name: getattr(nn, name)(8, 6, batch_first=True, device=CPU)
         for name in ("LSTM", "GRU", "RNN", "SLSTM")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from layers import FEATURES
-from networks import MODULES, final_state, output
+from networks import MAMBA, MODULES, final_state, output
 from torch import Tensor
 from torch._inductor import config
 
@@ -185,7 +185,7 @@ def trained(name: str) -> None:
 def stepped(name: str) -> None:
     torch.manual_seed(0)
     module, x = MODULES[name](), torch.randn(B, T, FEATURES)
-    in_place, made = name == "Mamba", []
+    in_place, made = name in MAMBA, []
     with torch.no_grad():
         for step in (module.step, compiled(module.step)):
             first = state = final_state(module, x, None)[1]

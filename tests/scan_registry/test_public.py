@@ -194,6 +194,8 @@ LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     "LRU": lambda: nn.LRU(D, D),
     "S5": lambda: nn.S5(D, D),
     "Mamba": lambda: nn.Mamba(D),
+    "Mamba2": lambda: nn.Mamba2(D, N, headdim=D),
+    "RMSNormGated": lambda: nn.RMSNormGated(D),
 }
 
 

@@ -57,6 +57,9 @@ nn.LSTM(5, 6)(x, x)  # one state
 nn.Mamba(5, "16")  # no int
 nn.Mamba(5, dt_rank="all")  # no such rank
 nn.Mamba(8)(x, states=x)  # two states
+nn.Mamba2(8, headdim="4")  # no int
+nn.Mamba2(8, headdim=4)(x, cu_seqlens=[0, 3])  # no tensor
+nn.RMSNormGated(8)(x, "silu")  # no tensor
 nn.MinGRU(8, activation="tanh")  # no such activation
 nn.RGLRU(8)  # no heads
 nn.LRU(4, 8)(x, return_final_state=True).numel()  # two results

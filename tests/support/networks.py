@@ -24,7 +24,10 @@ BOTH_WAYS: dict[str, Callable[..., Any]] = {
     f"{kind} both ways": partial(make, num_layers=2, bidirectional=True)
     for kind, make in (RECURRENT | PROJECTED).items()
 }
-MAMBA: dict[str, Callable[..., Any]] = {"Mamba": partial(nn.Mamba, FEATURES, 4)}
+MAMBA: dict[str, Callable[..., Any]] = {
+    "Mamba": partial(nn.Mamba, FEATURES, 4),
+    "Mamba2": partial(nn.Mamba2, FEATURES, 4, headdim=4, ngroups=2),
+}
 MODULES = {**RECURRENT, **PROJECTED, **BOTH_WAYS, **MAKERS, **MAMBA}
 
 
@@ -39,7 +42,7 @@ def final_state(module: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     if type(module).__name__ in RECURRENT:
         found: tuple[Tensor, Any] = module(x, state)
         return found
-    if type(module).__name__ == "Mamba":
+    if type(module).__name__ in MAMBA:
         if state is None:
             state = module.allocate_inference_cache(x.shape[0], 0, device=x.device)
         return module(x, states=state), state

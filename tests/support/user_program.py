@@ -223,6 +223,22 @@ def mamba(x: Tensor) -> Tensor:
     return whole + inner + torch.cat([start, last], 1)
 
 
+def mamba2(x: Tensor) -> Tensor:
+    """The module: a sequence, packed sequences, and one step after the other; and its norm."""
+    model = nn.Mamba2(x.shape[-1], d_state=8, headdim=5, dt_limit=(0.0, 1.0), backend="auto")
+    whole = model(x)
+    assert_type(whole, Tensor)
+    states = model.allocate_inference_cache(x.shape[0], x.shape[1])
+    assert_type(states, tuple[Tensor, Tensor])
+    start = model(x[:, :-1], states=states)
+    last, *_ = model.step(x[:, -1:], *states)
+    packed = model(x[:1], cu_seqlens=torch.tensor([0, 2, x.shape[1]]))
+    numbers = torch.zeros(x.shape[:2], dtype=torch.int32)
+    norm = nn.RMSNormGated(x.shape[-1], eps=1e-6, group_size=1, norm_before_gate=False)
+    assert_type(norm(x, x), Tensor)
+    return whole + packed + model(x, seq_idx=numbers) + norm(torch.cat([start, last], 1))
+
+
 def replacements(gates: Tensor, tokens: Tensor) -> Tensor:
     """The functions of the packages that ``compat`` replaces."""
     total = accelerated_scan.warp.scan(gates, tokens)
@@ -296,6 +312,7 @@ def main() -> None:
     assert modules(torch.randn(2, 7, 5)).shape == (2, 7, 6)
     assert layers(torch.randn(1, 7, 5), final=True).shape == (1, 7, 5)
     assert mamba(torch.randn(2, 7, 5)).shape == (2, 7, 5)
+    assert mamba2(torch.randn(2, 7, 5)).shape == (2, 7, 5)
     assert replacements(gates, tokens).shape == tokens.shape
     assert over_ranks(gates, tokens, final=True).shape == tokens.shape
     assert "linear_scan" in inspection(gates, tokens)

@@ -13,7 +13,13 @@ from networks import MODULES, output
 from torch import Tensor
 
 REFUSAL = r"torch.onnx cannot export the operator scan_registry::{}: load the module's state dict"
-OPERATORS = {"LSTM": "rnn", "SLSTM": "rnn", "MinGRU": "gated_scan", "Mamba": "causal_conv1d"}
+OPERATORS = {
+    "LSTM": "rnn",
+    "SLSTM": "rnn",
+    "MinGRU": "gated_scan",
+    "Mamba": "causal_conv1d",
+    "Mamba2": "causal_conv1d",
+}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 refused = pytest.mark.parametrize("name", OPERATORS)

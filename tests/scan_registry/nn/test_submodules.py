@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from layers import FEATURES
-from networks import MODULES, final_state
+from networks import MAMBA, MODULES, final_state
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
@@ -50,7 +50,7 @@ def stepped(module: Any, x: Tensor) -> Tensor:
     """By ``step`` alone."""
     outputs: list[Tensor] = []
     state: Any = None
-    if isinstance(module, nn.Mamba):
+    if isinstance(module, (nn.Mamba, nn.Mamba2)):
         states = module.allocate_inference_cache(x.shape[0], 0)
         return torch.cat([module.step(each, *states)[0] for each in x.split(1, 1)], 1)
     for each in x.unbind(1):
@@ -236,21 +236,27 @@ def test_every_submodule_is_called(name: str) -> None:
         assert seen >= {path for owner, path in INSIDE if owner == name}, compute.__name__
 
 
-def test_gradients_reach_what_is_added() -> None:
-    module, x = make("Mamba"), given()
-    for path in [*dict(module.named_children())]:
-        wrap(module, path)
-        module.get_submodule(path).delta.requires_grad_()
+@pytest.mark.parametrize("name", MAMBA)
+def test_gradients_reach_what_is_added(name: str) -> None:
+    module, x = make(name), given()
+    added = {path: wrap(module, path) for path in [*dict(module.named_children())]}
+    assert {"in_proj", "conv1d", "out_proj"} <= {path for path, deltas in added.items() if deltas}
+    for deltas in added.values():
+        for delta in deltas:
+            delta.requires_grad_()
     called(module, x).square().sum().backward()
-    for path, inside in module.named_children():
-        assert inside.delta.grad.abs().sum() > 0, path
+    for path, deltas in added.items():
+        assert all(bool(delta.grad.abs().sum() > 0) for delta in deltas), path
 
 
-def test_a_convolution_that_returns_too_little_is_refused() -> None:
-    module, x = make("Mamba"), given()
+@pytest.mark.parametrize("name", MAMBA)
+def test_a_convolution_that_returns_too_little_is_refused(name: str) -> None:
+    module, x = make(name), given()
     base = module.conv1d
     module.conv1d = torch.nn.Sequential(base, torch.nn.AvgPool1d(4))
-    with pytest.raises(ValueError, match=r"conv1d returned \(2, 16, 2\) for \(2, 16, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"conv1d returned \(2, (16|32), 2\) for \(2, (16|32), 5\)"
+    ):
         module(x)
 
 
@@ -324,9 +330,10 @@ def test_parameters_that_hooks_bring(name: str) -> None:
         assert all(p.is_meta for p in module.parameters())
 
 
-def test_mamba_with_a_scripted_convolution() -> None:
-    module, x = make("Mamba").eval(), given()
-    expected, *states = make("Mamba").eval(), *module.allocate_inference_cache(x.shape[0], 0)
+@pytest.mark.parametrize("name", MAMBA)
+def test_mamba_with_a_scripted_convolution(name: str) -> None:
+    module, x = make(name).eval(), given()
+    expected, *states = make(name).eval(), *module.allocate_inference_cache(x.shape[0], 0)
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         module.conv1d = torch.jit.script(module.conv1d)
     with torch.no_grad():
@@ -336,14 +343,15 @@ def test_mamba_with_a_scripted_convolution() -> None:
 
 
 @pytest.mark.parametrize("change", [{"dilation": 2, "padding": 6}, {"padding_mode": "replicate"}])
-def test_mamba_refuses_another_convolution(change: dict[str, Any]) -> None:
-    module, x = make("Mamba"), given()
+@pytest.mark.parametrize("name", MAMBA)
+def test_mamba_refuses_another_convolution(name: str, change: dict[str, Any]) -> None:
+    module, x = make(name), given()
     own: Any = module.conv1d
     sizes = {"groups": own.groups, "padding": own.padding[0]} | change
     module.conv1d = torch.nn.Conv1d(
         own.in_channels, own.out_channels, *own.kernel_size, **sizes
     ).to(x)
-    with pytest.raises(ValueError, match=f"Mamba: Expected conv1d with .*({'|'.join(change)})"):
+    with pytest.raises(ValueError, match=f"{name}: Expected conv1d with .*({'|'.join(change)})"):
         module(x)
 
 

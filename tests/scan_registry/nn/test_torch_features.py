@@ -80,7 +80,7 @@ def test_one_graph_of_parametrized_weights(name: str) -> None:
     ("name", "strict"),
     [
         *((name, False) for name in ("SLSTM", "GRU both ways", *PROJECTED, "MinLSTM", "LRU")),
-        *((name, True) for name in ("LSTM", "Mamba")),
+        *((name, True) for name in ("LSTM", *MAMBA)),
     ],
 )
 def test_exports(name: str, strict: bool) -> None:

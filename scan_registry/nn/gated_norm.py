@@ -1,0 +1,169 @@
+"""Norms of groups of features with a gate, as Mamba-2 has them between its scan and its last projection."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from scan_registry.nn.exports import Exports
+
+Device = torch.device | str | int | None
+
+
+def gated_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    eps: float,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    centered: bool = False,
+) -> Tensor:
+    """x over the root of its mean square in each group of the last dimension, times ``weight``, plus ``bias``.
+
+    Computed in float32, in float64 for float64, and returned in the dtype of x. ``centered`` subtracts each group's mean
+    first, as a layer norm does. With z the result is norm(x)·silu(z), or norm(x·silu(z)) if not ``norm_before_gate``.
+
+    Args:
+        x: (…, features).
+        weight: (features,).
+        bias: (features,); None for zeros.
+        z: like x; None for no gate.
+        eps: what is added to the mean square.
+        group_size: features of a group; None for one group.
+        norm_before_gate: whether the gate multiplies the norm, not its input.
+        centered: whether the mean is subtracted.
+
+    Raises:
+        ValueError: a shape does not fit, or ``group_size`` does not divide the features.
+    """
+    features = x.shape[-1] if x.dim() else 0
+    _check_shapes(x, weight, bias, z)
+    size = features if group_size is None else group_size
+    if size < 1 or features % size:
+        raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y, gate = x.to(dtype), None if z is None else silu(z.to(dtype))
+    if gate is not None and not norm_before_gate:
+        y = y * gate
+    groups = y.unflatten(-1, (features // size, size))
+    if centered:
+        groups = groups - groups.mean(-1, keepdim=True)
+    scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
+    y = torch.mul((groups * scale).flatten(-2), weight.to(dtype))
+    if bias is not None:
+        y = y + bias.to(dtype)
+    if gate is not None and norm_before_gate:
+        y = y * gate
+    return y.to(x.dtype)
+
+
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None) -> None:
+    features = tuple(x.shape[-1:])
+    expected = {"weight": (weight, features), "bias": (bias, features), "z": (z, tuple(x.shape))}
+    for name, (tensor, shape) in expected.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; for x of shape {tuple(x.shape)} it must be {shape}"
+            )
+
+
+class GroupNorm(Exports):
+    """What ``RMSNormGated`` and mamba_ssm's ``LayerNorm`` share."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _centered = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        for name, size in {"hidden_size": hidden_size, "group_size": group_size}.items():
+            if name == "group_size" and size is None:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
+            if size <= 0:
+                raise ValueError(f"{name} must be greater than zero")
+        if group_size is not None and hidden_size % group_size:
+            raise ValueError(
+                f"group_size should divide hidden_size, got: {group_size} and {hidden_size}"
+            )
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.group_size = group_size
+        self.norm_before_gate = norm_before_gate
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        bias = torch.zeros(hidden_size, device=device, dtype=dtype) if self._centered else None
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def reset_parameters(self) -> None:
+        """Ones as the weight, zeros as the bias."""
+        with torch.no_grad():
+            self.weight.fill_(1)
+            if self.bias is not None:
+                self.bias.zero_()
+
+    def extra_repr(self) -> str:
+        """The sizes, and what else is not the default."""
+        parts = [f"{self.hidden_size}, eps={self.eps}"]
+        if self.group_size is not None:
+            parts.append(f"group_size={self.group_size}")
+        if not self.norm_before_gate:
+            parts.append("norm_before_gate=False")
+        return ", ".join(parts)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, z: Tensor | None = None) -> Tensor: ...
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """norm(x); with z norm(x)·silu(z), or norm(x·silu(z)) if not ``norm_before_gate``.
+
+        Args:
+            x: (…, hidden_size).
+            z: like x; None for no gate.
+
+        Returns:
+            A tensor of the shape and the dtype of x, computed in float32, in float64 for float64.
+
+        Raises:
+            ValueError: a shape is not as described.
+        """
+        return gated_norm(
+            *(x, self.weight, self.bias, z),
+            eps=self.eps,
+            group_size=self.group_size,
+            norm_before_gate=self.norm_before_gate,
+            centered=self._centered,
+        )
+
+
+class RMSNormGated(GroupNorm):
+    """mamba_ssm's ``RMSNorm`` with a gate: x over the root of its mean square, times a weight.
+
+    The parameter has mamba_ssm's name, shape and initial value, and the name that transformers' gated norms have.
+
+    Args:
+        hidden_size: features.
+        eps: what is added to the mean square.
+        group_size: features of a group, each of which is normalised by itself; None for one group.
+        norm_before_gate: whether the gate multiplies the norm, not its input.
+        device: where the weight is.
+        dtype: that of the weight.
+
+    Raises:
+        TypeError, ValueError: an argument is not as described.
+    """

@@ -1,0 +1,102 @@
+"""What ``Mamba2`` refuses beyond what ``Mamba`` does."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from scan_registry.nn.mamba_checks import check_size
+from scan_registry.ops.checks import check_cu_seqlens
+
+if TYPE_CHECKING:
+    from scan_registry.nn.mamba2 import Mamba2
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def check_ranges(conv_init: Any, A_init_range: Any, dt_limit: Any) -> None:
+    """Refuse what is no pair of numbers, no range, or out of range."""
+    if conv_init is not None and not _is_number(conv_init):
+        raise TypeError(f"conv_init should be a number or None, got: {conv_init!r}")
+    if conv_init is not None and not 0 <= conv_init < math.inf:
+        raise ValueError(f"conv_init should be 0 or more, got: {conv_init!r}")
+    for name, pair in {"A_init_range": A_init_range, "dt_limit": dt_limit}.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+            raise TypeError(f"{name} should be two numbers, got: {pair!r}")
+        if not pair[0] <= pair[1]:
+            raise ValueError(f"{name} should not begin above its end, got: {pair!r}")
+    if not 0 < A_init_range[0] <= A_init_range[1] < math.inf:
+        raise ValueError(f"A_init_range should be two numbers above 0, got: {A_init_range!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_split(features: int, d_ssm: Any, headdim: int, ngroups: int) -> None:
+    """Refuse heads that do not divide the features of the scan, and groups that do not divide the heads."""
+    if d_ssm is not None:
+        check_size("d_ssm", d_ssm, " or None")
+        if d_ssm > features:
+            raise ValueError(
+                f"d_ssm should be at most expand * d_model, here {features}, got: {d_ssm}"
+            )
+    channels = features if d_ssm is None else d_ssm
+    if channels % headdim:
+        what = "d_ssm" if d_ssm is not None else "expand * d_model"
+        raise ValueError(f"headdim should divide {what}, got: {headdim} and {channels}")
+    if channels // headdim % ngroups:
+        raise ValueError(
+            f"ngroups should divide the heads, got: {ngroups} and {channels // headdim}"
+        )
+
+
+def unfolded(module: Mamba2, u: Any, seqlen: Any) -> Any:
+    """``u`` with batch and time in two dimensions."""
+    if seqlen is None or not isinstance(u, Tensor):
+        return u
+    name = type(module).__name__
+    if not isinstance(seqlen, int) or isinstance(seqlen, bool):
+        raise TypeError(f"{name}: Expected seqlen of type int, got {type(seqlen).__name__}")
+    if u.dim() != 2 or seqlen < 1 or u.shape[0] % seqlen:
+        raise ValueError(
+            f"{name}: Expected u of size (batch * seqlen, {module.d_model}) with seqlen={seqlen}, got {tuple(u.shape)}"
+        )
+    return u.unflatten(0, (u.shape[0] // seqlen, seqlen))
+
+
+def folded(y: Tensor, seqlen: int | None) -> Tensor:
+    """``y`` with batch and time in one dimension, if ``u`` had them so."""
+    return y if seqlen is None else y.flatten(0, 1)
+
+
+def packed_sequences(module: Mamba2, u: Tensor, seq_idx: Any, cu_seqlens: Any) -> int:
+    """How many sequences have states of their own. Refuses ``seq_idx`` and ``cu_seqlens`` that do not go with u."""
+    name, (batch, time) = type(module).__name__, u.shape[:2]
+    for what, value in {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}.items():
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(value).__name__}")
+        if value.dtype not in _INTEGERS:
+            raise TypeError(
+                f"{name}: Expected {what} of dtype torch.int32, torch.int64, got {value.dtype}"
+            )
+        if value.device != u.device:
+            raise ValueError(
+                f"{name}: Expected {what} on the input's device, {u.device}, got {value.device}"
+            )
+    if seq_idx is not None and tuple(seq_idx.shape) != (batch, time):
+        raise ValueError(
+            f"{name}: Expected seq_idx of size {(batch, time)}, got {tuple(seq_idx.shape)}"
+        )
+    if cu_seqlens is None:
+        return batch
+    check_cu_seqlens(cu_seqlens, time)
+    if batch != 1:
+        raise ValueError(f"{name}: Expected u of one batch row with cu_seqlens, got {batch}")
+    return int(cu_seqlens.shape[0]) - 1
