@@ -33,26 +33,29 @@ class StandIn(NamedTuple):
 
 
 _CONV = "causal_conv1d"
-_SCAN = "mamba_ssm.ops.selective_scan_interface"
-_STEP = "mamba_ssm.ops.triton.selective_state_update"
+#: Functions that take the weights of a whole block, each of its modules' weights by itself.
+_BLOCKS = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
 STAND_INS = {
     "causal_conv1d": StandIn(
         "1.6.0+scan.registry",
         dict.fromkeys(("", ".causal_conv1d_interface", ".causal_conv1d_varlen"), _CONV),
     ),
-    # The last version without the kernels of Mamba-2, so that programs that need these see that they are missing.
+    # A version with the kernels of Mamba-2 but not of Mamba-3, so that programs that need these see that they are missing.
     "mamba_ssm": StandIn(
-        "1.2.2+scan.registry",
+        "2.2.6+scan.registry",
         {
             name.removeprefix("mamba_ssm"): name
             for name in (
                 "mamba_ssm",
                 "mamba_ssm.modules",
+                "mamba_ssm.modules.mamba2",
                 "mamba_ssm.modules.mamba_simple",
                 "mamba_ssm.ops",
-                _SCAN,
+                "mamba_ssm.ops.selective_scan_interface",
                 "mamba_ssm.ops.triton",
-                _STEP,
+                "mamba_ssm.ops.triton.layernorm_gated",
+                "mamba_ssm.ops.triton.selective_state_update",
+                "mamba_ssm.ops.triton.ssd_combined",
             )
         },
     ),
@@ -65,8 +68,8 @@ def install(*packages: str) -> None:
     """Make ``import mamba_ssm`` and ``import causal_conv1d`` find this package's stand-ins, and put RecurrentGemma on this
     package's scan, in this process. Installing again changes nothing.
 
-    transformers' models do not use ``mamba_inner_fn``, so that they train the function that they evaluate. All other code
-    imports it as from mamba_ssm.
+    transformers' models use neither ``mamba_inner_fn`` nor ``mamba_split_conv1d_scan_combined``, so that they train the
+    function that they evaluate. All other code imports both as from mamba_ssm.
 
     Name packages before what uses them is imported: transformers binds them when a model's module is.
     ``"recurrent_gemma"`` may be named at any time. It replaces the method of transformers in which an RG-LRU computes its
@@ -198,9 +201,8 @@ def _looked_for(module: str) -> bool:
     if not module.startswith("transformers.models.") or ".modeling_" not in module:
         return False
     members = vars(sys.modules[module])
-    return any(
-        name in members for name in ("mamba_inner_fn", "mamba_selective_scan", "causal_conv1d_fn")
-    )
+    own = ("mamba_inner_fn", "mamba_selective_scan", "mamba2_chunk_scan", "causal_conv1d_fn")
+    return any(name in members for name in own)
 
 
 class _Finder:
@@ -260,12 +262,14 @@ class _Loader:
         vars(module)["__all__"] = public
         if "." not in module.__name__:
             vars(module)["__version__"] = STAND_INS[module.__name__].version
+        blocks = {name: getattr(source, name) for name in public if name in _BLOCKS}
+        if blocks:
+            vars(module)["__getattr__"] = _unless_transformers_asks(module.__name__, blocks)
+            vars(module)["__dir__"] = lambda: sorted({*vars(module), *public})
         for name in public:
-            value = getattr(source, name)
-            if name == "mamba_inner_fn":
-                vars(module)["__getattr__"] = _unless_transformers_asks(module.__name__, value)
-                vars(module)["__dir__"] = lambda: sorted({*vars(module), *public})
+            if name in blocks:
                 continue
+            value = getattr(source, name)
             if isinstance(value, ModuleType):
                 value = importlib.import_module(f"{module.__name__}.{name}")
             setattr(module, name, value)
@@ -294,25 +298,26 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(__file__).resolve().parent.joinpath(path)
 
 
-def _unless_transformers_asks(module: str, function: Any) -> Any:
-    """A module's ``__getattr__`` that has ``function``, and for transformers' own code one that does nothing.
+def _unless_transformers_asks(module: str, functions: dict[str, Any]) -> Any:
+    """A module's ``__getattr__`` that has these functions, and for transformers' own code one that does nothing.
 
-    In training, Mamba and FalconMamba call ``mamba_inner_fn`` with bare weights, which leaves out adapters, hooks, masks
-    and, in FalconMamba, the place of a norm. Where it returns None, as transformers' own function does, they go on with
-    the convolution and the scan, as in evaluation.
+    In training, Mamba and FalconMamba call ``mamba_inner_fn``, and models of Mamba-2 ``mamba_split_conv1d_scan_combined``,
+    with bare weights, which leaves out adapters, hooks and masks, in FalconMamba the place of a norm, and in Mamba2, Bamba
+    and GraniteMoeHybrid that their norm has one group. Where these functions return None, as transformers' own do, the
+    models go on with the convolution and the scan, as in evaluation.
     """
 
     def find(name: str) -> Any:
-        if name != function.__name__:
+        if name not in functions:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         asking = str(sys._getframe(1).f_globals.get("__name__"))
-        return _no_inner_fn if asking.partition(".")[0] == "transformers" else function
+        return _no_block if asking.partition(".")[0] == "transformers" else functions[name]
 
     return find
 
 
-def _no_inner_fn(*_: Any, **__: Any) -> None:
-    """What transformers' models find as ``mamba_inner_fn``."""
+def _no_block(*_: Any, **__: Any) -> None:
+    """What transformers' models find as a function that takes the weights of a whole block."""
 
 
 def _normalized(name: str) -> str:

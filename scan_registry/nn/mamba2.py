@@ -255,10 +255,11 @@ class Mamba2(GeneratingBlock):
             return folded(self._step(u, *before), seqlen)
         weights, projected = self._weights(), self.in_proj(u)
         # Copies: what the backward pass needs must not change when the states do.
-        earlier = None if before is None else States(before[0][..., 1:].clone(), before[1].clone())
+        earlier = None if before is None else before[0][..., 1:].clone()
         y, after = mamba2_block.mix(
             *(projected, weights, self._sizes, self.norm if self.rmsnorm else None),
-            before=earlier,
+            earlier=earlier,
+            initial_state=None if before is None else before[1].clone(),
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
             return_state=before is not None,

@@ -83,24 +83,24 @@ def mix(
     sizes: Sizes,
     norm: Norm | None,
     *,
-    before: States | None = None,
+    earlier: Tensor | None = None,
+    initial_state: Tensor | None = None,
     activation: str | None = "silu",
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_state: bool = False,
-    chunk_size: int | None = None,
     backend: Any = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """The output (batch, time, linear + features) of ``projected``, and if asked for the scan's state after it.
 
-    ``before`` are the states before the first step, zeros if None; with ``cu_seqlens``, which has sequences packed along the
-    time of one row, they are those before each sequence, and so is the state that is returned. Without ``norm``, the output
-    is multiplied by silu of the gate.
+    ``earlier`` are the convolution's last inputs before the first step, and ``initial_state`` is the scan's state, zeros if
+    None. With ``cu_seqlens``, sequences packed along the time of one row, they are those before each sequence, and the state
+    that is returned is that after each. Without ``norm``, the output is multiplied by silu of the gate.
     """
     gate, inputs, z, xBC, dt = sizes.split(projected)
     u = convolve(
         *(xBC.transpose(1, 2), weights.conv, weights.conv_bias),
-        None if before is None else before.conv,
+        earlier,
         activation=activation,
         # Where there are both, they say the same.
         seq_idx=seq_idx if cu_seqlens is None else None,
@@ -108,17 +108,15 @@ def mix(
         backend=backend,
     )
     x, B, C = sizes.inputs(u.transpose(1, 2))
-    state = None if before is None else before.scan
-    if state is not None and cu_seqlens is not None:
-        state = state.unsqueeze(0)
+    if initial_state is not None and cu_seqlens is not None:
+        initial_state = initial_state.unsqueeze(0)
     result: Any = ssd_scan(
         *(x, dt, weights.A, B, C, weights.D),
         z.unflatten(-1, (sizes.heads, sizes.head_size)) if norm is None else None,
-        *(weights.dt_bias, True, weights.dt_limit, state),
+        *(weights.dt_bias, True, weights.dt_limit, initial_state),
         seq_idx=seq_idx if cu_seqlens is None else None,
         cu_seqlens=cu_seqlens,
         return_final_state=return_state,
-        chunk_size=chunk_size,
         backend=backend,
     )
     out, after = result if return_state else (result, None)

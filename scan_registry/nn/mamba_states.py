@@ -23,8 +23,8 @@ class GeneratingBlock(Exports):
     d_conv: int
     layer_idx: int | None
     backend: Backend
-    in_proj: nn.Module
-    conv1d: nn.Module
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
     A_log: nn.Parameter
 
     if TYPE_CHECKING:

@@ -34,7 +34,9 @@ REPLACEMENTS = (
     "scan_registry.compat.causal_conv1d",
     "scan_registry.compat.flashrnn",
     "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
+    "scan_registry.compat.mamba_ssm.ops.triton.layernorm_gated",
     "scan_registry.compat.mamba_ssm.ops.triton.selective_state_update",
+    "scan_registry.compat.mamba_ssm.ops.triton.ssd_combined",
     "scan_registry.compat.sequential_scan",
 )
 #: Every line with a comment is a mistake.

@@ -236,7 +236,23 @@ def mamba2(x: Tensor) -> Tensor:
     numbers = torch.zeros(x.shape[:2], dtype=torch.int32)
     norm = nn.RMSNormGated(x.shape[-1], eps=1e-6, group_size=1, norm_before_gate=False)
     assert_type(norm(x, x), Tensor)
-    return whole + packed + model(x, seq_idx=numbers) + norm(torch.cat([start, last], 1))
+    combined = mamba_ssm.ops.triton.ssd_combined
+    y: Tensor = combined.mamba_split_conv1d_scan_combined(
+        *(model.in_proj(x), model.conv1d.weight.squeeze(1), model.conv1d.bias, model.dt_bias),
+        *(-model.A_log.exp(), model.D, model.chunk_size),
+        headdim=model.headdim,
+    )
+    heads = y.view(*x.shape[:2], model.nheads, model.headdim)
+    one = torch.ones(*x.shape[:2], 1, 4)
+    scanned, state = combined.mamba_chunk_scan_combined(
+        *(heads, heads[..., 0], -model.A_log.exp(), one, one, 64), return_final_states=True
+    )
+    assert scanned.shape[2:] == state.shape[1:3]
+    gated = mamba_ssm.ops.triton.layernorm_gated
+    y = gated.rmsnorm_fn(x, norm.weight, None, z=x) + gated.layernorm_fn(x, norm.weight, norm.bias)
+    assert_type(gated.LayerNorm(x.shape[-1])(gated.RMSNorm(x.shape[-1])(x, x)), Tensor)
+    assert [mamba_ssm.Mamba2, mamba_ssm.modules.mamba2.Mamba2]
+    return whole + packed + model(x, seq_idx=numbers) + y + norm(torch.cat([start, last], 1))
 
 
 def replacements(gates: Tensor, tokens: Tensor) -> Tensor:

@@ -66,36 +66,42 @@ def test_their_functions_are_this_packages() -> None:
 
 
 def test_transformers_alone_finds_no_fused_block() -> None:
-    """All that asks by either name gets ``mamba_inner_fn``, but transformers' own code one that returns None."""
+    """All that asks by any name gets the functions of whole blocks, but transformers' own code some that return None."""
     compat.install("mamba_ssm")
-    real = compat.mamba_ssm.mamba_inner_fn
-    ways = (
-        "from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn",
-        "from mamba_ssm import mamba_inner_fn",
-        "from mamba_ssm.ops.selective_scan_interface import *",
-        "import mamba_ssm; mamba_inner_fn = getattr(mamba_ssm, 'mamba_inner_fn', None)",
-    )
-    for way in ways:
+    one, other = "mamba_inner_fn", "mamba_split_conv1d_scan_combined"
+    real: dict[str, Any] = {
+        one: compat.mamba_ssm.mamba_inner_fn,
+        other: compat.mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined,
+    }
+    ways = [
+        ("from mamba_ssm.ops.selective_scan_interface import mamba_inner_fn", one),
+        ("from mamba_ssm import mamba_inner_fn", one),
+        ("from mamba_ssm.ops.selective_scan_interface import *", one),
+        ("import mamba_ssm; mamba_inner_fn = getattr(mamba_ssm, 'mamba_inner_fn', None)", one),
+        (f"from mamba_ssm.ops.triton.ssd_combined import {other}", other),
+        ("from mamba_ssm.ops.triton.ssd_combined import *", other),
+    ]
+    for way, function in ways:
         for name in ("mine", "transformers_modules.mine", "__main__"):
-            found = {"__name__": name}
-            exec(way, found)
-            assert found["mamba_inner_fn"] is real, (way, name)
-        found = {"__name__": "transformers.models.mamba.modeling_mamba"}
-        exec(way, found)
-        function: Any = found["mamba_inner_fn"]
-        assert function(torch.zeros(2), delta_softplus=True) is None
-    with pytest.raises(AttributeError, match="module 'mamba_ssm' has no attribute 'Mamba2'"):
-        _ = importlib.import_module("mamba_ssm").Mamba2
+            names: dict[str, Any] = {"__name__": name}
+            exec(way, names)
+            assert names[function] is real[function], (way, name)
+        names = {"__name__": "transformers.models.mamba.modeling_mamba"}
+        exec(way, names)
+        assert names[function](torch.zeros(2), delta_softplus=True) is None
+    with pytest.raises(AttributeError, match="module 'mamba_ssm' has no attribute 'Mamba3'"):
+        _ = importlib.import_module("mamba_ssm").Mamba3
 
 
 def test_what_there_is_none_of_is_not_found() -> None:
     compat.install(*NAMES)
-    for module in ("mamba_ssm.ops.triton.ssd_combined", "causal_conv1d.cpp_functions"):
+    for module in ("mamba_ssm.modules.mamba3", "causal_conv1d.cpp_functions"):
         with pytest.raises(ModuleNotFoundError, match=module.replace(".", r"\.")):
             importlib.import_module(module)
     assert importlib.util.find_spec("mamba_ssm_too") is None
-    # transformers takes 2.0.4 for the mark of Mamba-2's kernels.
-    assert importlib.metadata.version("mamba_ssm").startswith("1.")
+    # transformers takes 2.0.4 for the mark of Mamba-2's kernels; those of Mamba-3 came with 2.3.
+    version = importlib.metadata.version("mamba_ssm").partition("+")[0].split(".")
+    assert (2, 0, 4) <= tuple(map(int, version)) < (2, 3)
 
 
 @pytest.mark.parametrize("imported", [False, True])

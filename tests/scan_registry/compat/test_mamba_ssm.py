@@ -57,6 +57,7 @@ def test_names_are_where_they_were() -> None:
         mamba_ssm.ops.triton.selective_state_update.selective_state_update is selective_state_update
     )
     assert mamba_ssm.modules.mamba_simple.Mamba is mamba_ssm.Mamba
+    assert mamba_ssm.modules.mamba2.Mamba2 is mamba_ssm.Mamba2
 
 
 # --- The scan ---------------------------------------------------------------------------------

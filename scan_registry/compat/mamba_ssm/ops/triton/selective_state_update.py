@@ -25,7 +25,7 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """One step of a selective scan, which changes ``state`` in place.
+    """One step of a selective scan, or of Mamba-2's, which changes ``state`` in place.
 
     As ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``, except that
 
@@ -39,7 +39,7 @@ def selective_state_update(
         state: (batch, channels, N), or (batch, heads, channels, N).
         x: (batch, channels), or (batch, heads, channels).
         dt: like ``x``.
-        A: (channels, N), or (heads, channels, N).
+        A: (channels, N), or (heads, channels, N). Mamba-2's are expanded to these shapes, which copies nothing.
         B: (batch, N), or (batch, groups, N).
         C: like ``B``.
         D: (channels,), or (heads, channels).
