@@ -151,8 +151,9 @@ class Nvrtc:
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
         constants = kernel.code.constants(variant)
+        exact = not target.is_ptx and target.capability in kernel.code.exact
         return (
-            f"--gpu-architecture={target}",
+            f"--gpu-architecture={target}{'a' if exact else ''}",
             "--std=c++17",
             *(f"--define-macro={name}={value}" for name, value in constants.items()),
         )

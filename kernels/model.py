@@ -194,6 +194,7 @@ class Code:
     fuses      variant -> whether products and sums may be contracted to one rounding (Triton)
     may_spill  variants that are allowed to spill registers, each an exception to justify
     headers    files that the source includes by the name of a macro (CUDA)
+    exact      compute capabilities whose machine code uses what no later GPU has: it is compiled for ``sm_90a`` and the like (CUDA)
     """
 
     source: str
@@ -206,6 +207,7 @@ class Code:
     fuses: Callable[[Variant], bool] = lambda variant: True
     may_spill: frozenset[Variant] = frozenset()
     headers: tuple[str, ...] = ()
+    exact: frozenset[tuple[int, int]] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from torch import Tensor
 from scan_registry.kernels import cases
 from scan_registry.kernels.cases import Options, on_device, relative_error, there
 from scan_registry.kernels.ssd_scan.problem import (
+    BLOCK,
     DIRECTIONS,
+    SMALL_BLOCK,
     STRIDED,
     Direction,
     SSDScanProblem,
@@ -73,13 +75,17 @@ THOROUGH: tuple[Shape, ...] = (
 
 #: What each direction writes.
 OUTPUTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("out", "final_state"),
     "states": ("states", "final_state"),
-    "forward": ("out",),
     "adjoint": ("adjoints", "initial_grad"),
     "backward": ("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
 }
 #: Those that come in terms, and the dimensions to sum over; and those that are in the problem's dtype.
-_SUMS = {"A_grad": (0, 1), "D_grad": (0, 1), "B_grad": (0,), "C_grad": (0,)}
+_SUMS = {
+    "A_grad": (0, 1, 2),
+    "D_grad": (0, 1, 2),
+    **dict.fromkeys(("x_grad", "dt_grad", "B_grad", "C_grad"), (0,)),
+}
 _NARROW = ("states", "out", "adjoints", "x_grad")
 _PLACED = ("x", "B", "C", "out_grad")
 _TENSOR_OF = {"grad": "out_grad"}
@@ -117,7 +123,8 @@ class Trial(cases.Trial):
         return f"{self.shape} {self.setting}"
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
-        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, and in two splits."""
+        """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
+        small blocks of states."""
         direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
@@ -148,6 +155,7 @@ class Trial(cases.Trial):
             high=_limits(self.setting)[1],
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             splits=1 if aligned or direction != "backward" else min(2, heads // groups),
+            block=BLOCK if states > SMALL_BLOCK and aligned else SMALL_BLOCK,
         )
         expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
         for name, value in expected.items():
@@ -158,9 +166,9 @@ class Trial(cases.Trial):
         """Memory for an output, full of NaN."""
         shape: tuple[int, ...] = tuple(like.shape)
         if name in ("A_grad", "D_grad"):
-            shape = problem.batch, problem.slots, problem.heads
+            shape = problem.blocks, problem.batch, problem.slots, problem.heads
         elif name in _SUMS:
-            shape = problem.splits, *shape
+            shape = problem.splits if name in ("B_grad", "C_grad") else problem.blocks, *shape
         dtype = getattr(torch, self.dtype) if name in _NARROW else torch.float32
         return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 

@@ -11,13 +11,15 @@ G groups, P the size of a head and N states:
     seq_idx, cu_seqlens               (batch, T) and (S + 1,), int32; null: one sequence
     initial_state, final_state, final_grad, initial_grad
                                       (batch, S, H, P, N), float32; null: zeros, or not asked for
-    out, x_grad                       (batch, T, H, P), in the problem's dtype
+    out                               (batch, T, H, P), in the problem's dtype
+    x_grad                            (blocks, batch, T, H, P), in that dtype
     states                            (batch, slots, H, P, N), in that dtype: the state before each chunk
     adjoints                          likewise: the gradient of the state after each chunk
-    dt_grad                           (batch, T, H), float32
-    A_grad, D_grad                    (batch, slots, H), float32: summed over all but the heads by whoever asked for them; zeros in
-                                      slots that hold no step
-    B_grad, C_grad                    (splits, batch, T, G, N), float32: summed over the first dimension likewise
+    dt_grad                           (blocks, batch, T, H), float32
+    A_grad, D_grad                    (blocks, batch, slots, H), float32; zeros in slots that hold no step
+    B_grad, C_grad                    (splits, batch, T, G, N), float32
+
+Gradients are summed over what the tensors do not have, blocks of states and so on, by whoever asked for them.
 
 x, B, C and out_grad have a last dimension of stride 1, and start on 16 bytes everywhere. Others but dt lie without gaps.
 """
@@ -31,16 +33,20 @@ from typing import Literal
 
 from scan_registry.base.frozen import dataclass
 
-Direction = Literal["states", "forward", "adjoint", "backward"]
+Direction = Literal["forward", "states", "adjoint", "backward"]
 
 #: The dtypes that kernels are built for.
 DTYPES = ("bfloat16", "float16")
-#: A forward pass runs the first two, a backward pass all but ``forward``.
-DIRECTIONS: tuple[Direction, ...] = ("states", "forward", "adjoint", "backward")
-#: Steps of a chunk.
-CHUNK = 64
+#: A forward pass runs the first one, a backward pass the others.
+DIRECTIONS: tuple[Direction, ...] = ("forward", "states", "adjoint", "backward")
+#: Steps of a chunk; numbers of a head that a tile has; and the heads that a CTA of the backward pass has memory for.
+CHUNK, SIZE, MOST_HEADS = 64, 64, 32
+#: States of a tile of the backward pass, where shared memory allows and where it does not.
+BLOCK, SMALL_BLOCK = 128, 64
 #: The largest head and the most states, and what both are multiples of, as rows are moved by 16 bytes.
 MOST_SIZE, MOST_STATES, PIECE = 128, 256, 8
+#: Elements from one step, head or group to the next; offsets within a chunk are counted in 32 bits.
+MOST_STRIDE = 2**25
 
 _HEADS, _GROUPS = ("batch", "time", "head"), ("batch", "time", "group")
 #: The tensors that have strides of their own, with those strides' names; the kernels' order.
@@ -73,6 +79,7 @@ class SSDScanProblem:
     wide_dt     whether dt is float32
     sequences   that are packed along time; 0: they are not
     splits      of a group's heads, each of which adds up gradients of B and C, in the direction ``backward``
+    block       states that a CTA of that direction works on
     """
 
     direction: Direction
@@ -90,6 +97,7 @@ class SSDScanProblem:
     high: float = math.inf
     sequences: int = 0
     splits: int = 1
+    block: int = BLOCK
 
     @property
     def kernel(self) -> str:
@@ -101,9 +109,24 @@ class SSDScanProblem:
         return self.time // CHUNK + max(1, self.sequences)
 
     @property
+    def blocks(self) -> int:
+        """Of states, in the direction ``backward``."""
+        return -(-self.state_size // self.block)
+
+    @property
     def group_heads(self) -> int:
         """Heads that share B and C."""
         return self.heads // self.groups
+
+    @property
+    def short_strides(self) -> tuple[int, ...]:
+        """Those of steps, heads and groups."""
+        names = stride_names(self.direction)
+        return tuple(
+            stride
+            for name, stride in zip(names, self.strides, strict=True)
+            if not name.endswith("_batch") and not name.startswith("dt_")
+        )
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""

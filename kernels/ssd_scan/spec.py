@@ -1,14 +1,17 @@
 """What the ssd_scan family is made of: kernels, variants, what each accepts and how it launches.
 
-``states.cu``, ``forward.cu`` and ``backward.cu`` have the algorithms; ``problem.py`` the tensors. ``states.cu`` is compiled twice: forwards
-in time, for the states before chunks, and with REVERSE backwards, for the gradients of the states after them.
+``forward.cu``, ``states.cu`` and ``backward.cu`` have the algorithms; ``problem.py`` the tensors. ``states.cu`` is compiled twice: forwards
+in time, for the states before chunks, and with REVERSE backwards, for the gradients of the states after them. The code for sm_90
+multiplies by warpgroups, which later GPUs cannot; the same source multiplies by warps for the others.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     Code,
     Family,
@@ -23,12 +26,17 @@ from scan_registry.kernels.model import (
     Variant,
 )
 from scan_registry.kernels.ssd_scan.problem import (
+    BLOCK,
     CHUNK,
     DIRECTIONS,
     DTYPES,
+    MOST_HEADS,
     MOST_SIZE,
     MOST_STATES,
+    MOST_STRIDE,
     PIECE,
+    SIZE,
+    SMALL_BLOCK,
     STRIDED,
     Direction,
     SSDScanProblem,
@@ -37,18 +45,28 @@ from scan_registry.kernels.ssd_scan.problem import (
 
 FAMILY_NAME = "ssd_scan"
 FOLDER = Path(__file__).parent
-#: Tiles of N and of P, with the warps that compute them.
-TILES = tuple((states, size, 4) for states in (64, 128, MOST_STATES) for size in (64, MOST_SIZE))
+#: Columns of the tiles of B, C and states that each kernel has, and its warps.
+TILES: dict[Direction, tuple[int, ...]] = {
+    "forward": (64, 128, MOST_STATES),
+    "states": (64, 128),
+    "adjoint": (64, 128),
+    "backward": (SMALL_BLOCK, BLOCK),
+}
+_WARPS: dict[Direction, int] = {"forward": 8, "states": 4, "adjoint": 4, "backward": 8}
+#: Chunks or heads that are in shared memory at once.
+_STAGES = (1, 2)
+#: So few CTAs leave SMs empty, with tiles of half the states twice as many.
+_FEW_CTAS = 200
 
 #: Kernels' pointers, those that they read first; and their sources.
 POINTERS: dict[Direction, tuple[str, ...]] = {
+    "forward": (
+        *("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
+        *("out", "final_state"),
+    ),
     "states": (
         *("x", "dt", "A", "B", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
         *("states", "final_state"),
-    ),
-    "forward": (
-        *("x", "dt", "A", "B", "C", "D", "dt_bias", "cu_seqlens", "seq_idx", "states"),
-        "out",
     ),
     "adjoint": (
         *("dt", "A", "C", "dt_bias", "out_grad", "final_grad", "cu_seqlens", "seq_idx"),
@@ -81,54 +99,110 @@ def _kind_mismatch(variant: Variant, problem: SSDScanProblem) -> str | None:
 def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem):
         return reason
-    sizes = {"size": problem.head_size, "states": problem.state_size}
-    for name, count in sizes.items():
-        if count % PIECE:
-            return f"{_WORDS[name]} of {count}; accepted are multiples of {PIECE}"
-        if count > variant.number(name):
-            return f"{_WORDS[name]} of {count}; its tile has {variant.number(name)}"
+    sizes = {"heads of a size": (problem.head_size, MOST_SIZE)}
+    sizes["a number of states"] = (problem.state_size, MOST_STATES)
+    for words, (count, most) in sizes.items():
+        if count % PIECE or count > most:
+            return f"{words} of {count}; accepted are multiples of {PIECE} up to {most}"
+    columns = variant.number("states")
+    if problem.direction == "forward" and problem.state_size > columns:
+        return f"a number of states of {problem.state_size}; its tile has {columns}"
+    if problem.direction == "backward" and problem.block != columns:
+        return f"blocks of {problem.block} states; its tile has {columns}"
     if problem.time >= 2**31:
         return f"{problem.time} steps; they are counted in 32 bits"
+    if any(abs(stride) >= MOST_STRIDE for stride in problem.short_strides):
+        return f"a stride of steps, heads or groups from {MOST_STRIDE} elements on"
     return None
 
 
-_WORDS = {"size": "heads of a size", "states": "a number of states"}
+def _walks(problem: SSDScanProblem, columns: int) -> int:
+    """CTAs of a kernel that goes along time, with tiles of so many states."""
+    tiles = -(-problem.head_size // SIZE) * -(-problem.state_size // columns)
+    return tiles * problem.heads * problem.batch * max(1, problem.sequences)
 
 
-def _grid(problem: SSDScanProblem) -> tuple[int, int, int]:
-    """A walk of sequences takes a CTA for each sequence and head; what chunks need, one for each slot and head, or split
-    of the heads of a group."""
-    if problem.direction in ("states", "adjoint"):
-        return max(1, problem.sequences) * problem.batch, problem.heads, 1
-    per_slot = problem.heads if problem.direction == "forward" else problem.groups * problem.splits
-    return problem.slots * problem.batch, per_slot, 1
+def _grid(variant: Variant, problem: SSDScanProblem) -> tuple[int, int, int]:
+    columns, sizes = variant.number("states"), -(-problem.head_size // SIZE)
+    if problem.direction == "backward":
+        return problem.slots, problem.groups * problem.splits, problem.batch * problem.blocks
+    tiles = 1 if problem.direction == "forward" else -(-problem.state_size // columns)
+    return sizes * tiles, problem.heads, problem.batch * max(1, problem.sequences)
 
 
 def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
     known = problem.scalars()
     integers = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
-    return Launch(_grid(problem), {name: known[name] for name in integers})
+    return Launch(_grid(variant, problem), {name: known[name] for name in integers})
 
 
 def _constants(variant: Variant) -> dict[str, Static]:
-    numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
-    reverse = {"REVERSE": 1} if variant.kernel == "adjoint" else {}
-    return {"CHUNK": CHUNK, "ELEMENT": variant.text("dtype"), **reverse, **numbers}
+    numbers = {name.upper(): variant.number(name) for name in ("states", "stages")}
+    if variant.kernel == "forward":
+        numbers["CTAS"] = 1 if variant.number("states") > 128 else 2
+    elif variant.kernel != "backward":
+        numbers |= {"CTAS": 3, "REVERSE": int(variant.kernel == "adjoint")}
+    return {"ELEMENT": variant.text("dtype"), **numbers}
 
 
 def _shared(variant: Variant) -> int:
-    """Bytes of dynamic shared memory."""
-    return 0
+    """Bytes of dynamic shared memory: the tiles, in 16 bits, and float32 for each step."""
+    columns, stages, warps = (variant.number(name) for name in ("states", "stages", "warps"))
+    chunk, kept = 2 * CHUNK * columns, 2 * SIZE * columns
+    x = 2 * CHUNK * SIZE
+    if variant.kernel == "forward":
+        return stages * (x + 2 * chunk) + kept + 4 * warps * (3 * CHUNK + 1)
+    if variant.kernel != "backward":
+        return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
+    terms = 4 * (13 * CHUNK + warps)
+    of_heads = 4 * 3 * MOST_HEADS * CHUNK
+    return 2 * chunk + stages * 2 * (x + kept) + 2 * CHUNK * CHUNK + x + of_heads + 2 * terms
+
+
+def _fits(kernel: Direction, statics: Pins, target: Target) -> bool:
+    return _shared(Variant(FAMILY_NAME, kernel, "cuda", statics)) <= target.shared_memory
+
+
+def _serves(kernel: Direction, statics: Pins, target: Target) -> bool:
+    """With as many stages as shared memory has room for."""
+    named = dict(statics)
+    if "stages" not in named:
+        return True
+    more = tuple((named | {"stages": int(named["stages"]) + 1}).items())
+    last = named["stages"] == _STAGES[-1]
+    return _fits(kernel, statics, target) and (last or not _fits(kernel, more, target))
 
 
 def _cost(variant: Variant, problem: SSDScanProblem) -> float:
-    """The tile that leaves the least empty."""
-    return variant.number("states") * variant.number("size")
+    """The tile that leaves the least empty; smaller ones where there are few CTAs."""
+    columns = variant.number("states")
+    if problem.direction in ("states", "adjoint"):
+        few = columns > 64 and _walks(problem, columns) < _FEW_CTAS
+        return abs(columns - min(128, problem.state_size)) + (1000 if few else 0)
+    return columns
+
+
+def _tiles(direction: Direction) -> tuple[Pins, ...]:
+    names = ("states", "stages", "warps")
+    return tuple(
+        tuple(zip(names, (columns, stages, _WARPS[direction]), strict=True))
+        for columns, stages in product(TILES[direction], _STAGES)
+    )
+
+
+def _may_spill(direction: Direction) -> frozenset[Variant]:
+    """What a second CTA on an SM is worth: up to 40 bytes forwards, of four warps that the others wait for; and backwards, without
+    products of four warps, up to 24 bytes of what heads share."""
+    if direction not in ("forward", "backward"):
+        return frozenset()
+    return frozenset(
+        Variant(FAMILY_NAME, direction, "cuda", (("dtype", dtype), *tile))
+        for dtype, tile in product(DTYPES, _tiles(direction))
+    )
 
 
 def _kernel(direction: Direction) -> Kernel:
-    names = ("states", "size", "warps")
-    tiles: tuple[Pins, ...] = tuple(tuple(zip(names, tile, strict=True)) for tile in TILES)
+    tiles = _tiles(direction)
     return Kernel(
         family=FAMILY_NAME,
         name=direction,
@@ -140,8 +214,10 @@ def _kernel(direction: Direction) -> Kernel:
             entry=f"{FAMILY_NAME}_{direction}",
             constants=_constants,
             shared=_shared,
+            exact=frozenset({(9, 0)}),
+            may_spill=_may_spill(direction),
         ),
-        rules=Rules(_accepts, kind_mismatch=_kind_mismatch),
+        rules=Rules(_accepts, kind_mismatch=_kind_mismatch, serves=partial(_serves, direction)),
         cost=_cost,
         launch=_launch,
     )

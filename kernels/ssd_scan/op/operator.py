@@ -66,7 +66,10 @@ class SSDScan(Operator):
             arguments = arguments._replace(initial_state=None if initial is None else initial[:, 0])
             final_grad = None if final_grad is None else final_grad[:, 0]
         if problem.direction == "forward":
-            results = {"out": plans.forward(arguments, options)[0]}
+            out, final = plans.forward(arguments, options._replace(final=True))
+            if final is not None and arguments.cu_seqlens is None:
+                final = final[:, None]
+            results = {"out": out} | ({} if final is None else {"final_state": final})
         else:
             out_grad = tensors["out_grad"]
             assert out_grad is not None

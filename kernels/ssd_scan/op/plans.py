@@ -116,31 +116,23 @@ def make_forward(*args: Any) -> Plan:
     if _in_torch(arguments, options):
         return by_torch
     copies = copied(arguments)
-    kernels = _prepared(("states", "forward"), arguments, options, None, copies)
+    kernels = _prepared(("forward",), arguments, options, None, copies)
     if isinstance(kernels, Decision):
         decision = kernels
         return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
-    (find_states, problem), (find_out, _) = kernels
+    ((run, _),) = kernels
     inputs, x = inputs_of(arguments, copies), arguments.x
     new_out = allocator(x.device, x.shape, x.dtype)
-    new_states = allocator(x.device, _slots_shape(problem), x.dtype)
     new_final = allocator(x.device, state_shape(arguments)) if options.final else lambda: None
 
     def plan(*tensors: Any) -> Outputs:
         pointers = inputs(Arguments(*tensors))
         out, final = new_out(), new_final()
-        pointers |= {"states": new_states(), "final_state": final, "out": out}
-        find_states(pointers)
-        find_out(pointers)
+        pointers |= {"out": out, "final_state": final}
+        run(pointers)
         return out, final
 
     return plan
-
-
-def _slots_shape(problem: SSDScanProblem) -> tuple[int, ...]:
-    """Of the states before chunks."""
-    p = problem
-    return p.batch, p.slots, p.heads, p.head_size, p.state_size
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -205,19 +197,25 @@ def make_backward(*args: Any) -> Plan:
     return plan
 
 
+def _slots_shape(problem: SSDScanProblem) -> tuple[int, ...]:
+    """Of the states before chunks."""
+    p = problem
+    return p.batch, p.slots, p.heads, p.head_size, p.state_size
+
+
 def written(
     arguments: Arguments, problem: SSDScanProblem, initial: bool
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what a backward pass writes, and of what its kernels hand on to each other, by the names of
     pointers. ``initial``: whether the initial state's gradient is wanted."""
     x, wide, p = arguments.x, torch.float32, problem
-    heads = p.batch, p.slots, p.heads
+    heads = p.blocks, p.batch, p.slots, p.heads
     projection = p.splits, *arguments.B.shape
     buffers = {
         "states": (_slots_shape(p), x.dtype),
         "adjoints": (_slots_shape(p), x.dtype),
-        "x_grad": (tuple(x.shape), x.dtype),
-        "dt_grad": (tuple(x.shape[:3]), wide),
+        "x_grad": ((p.blocks, *x.shape), x.dtype),
+        "dt_grad": ((p.blocks, *x.shape[:3]), wide),
         "A_grad": (heads, wide),
         "B_grad": (projection, wide),
         "C_grad": (projection, wide),
@@ -233,17 +231,25 @@ def finished(
     arguments: Arguments, pointers: Mapping[str, Any], needed: tuple[bool, ...]
 ) -> Gradients:
     """The gradients that are needed, of what kernels wrote."""
+    dt_grad = _total(pointers["dt_grad"])
     gradients: list[Callable[[], Tensor]] = [
-        lambda: pointers["x_grad"],
-        lambda: pointers["dt_grad"].to(arguments.dt.dtype),
-        lambda: pointers["A_grad"].sum((0, 1)),
-        lambda: pointers["B_grad"].sum(0).to(arguments.B.dtype),
-        lambda: pointers["C_grad"].sum(0).to(arguments.C.dtype),
-        lambda: pointers["D_grad"].sum((0, 1)),
-        lambda: pointers["dt_grad"].sum((0, 1)),
+        lambda: _total(pointers["x_grad"]),
+        lambda: dt_grad.to(arguments.dt.dtype),
+        lambda: pointers["A_grad"].sum((0, 1, 2)),
+        lambda: _total(pointers["B_grad"]).to(arguments.B.dtype),
+        lambda: _total(pointers["C_grad"]).to(arguments.C.dtype),
+        lambda: pointers["D_grad"].sum((0, 1, 2)),
+        lambda: dt_grad.sum((0, 1)),
         lambda: pointers["initial_grad"],
     ]
     assert len(gradients) == DIFFERENTIABLE
     return tuple(
         gradient() if need else None for gradient, need in zip(gradients, needed, strict=True)
     )
+
+
+def _total(terms: Tensor) -> Tensor:
+    """The sum over the first dimension, in the first term's memory if there are two."""
+    if terms.shape[0] == 1:
+        return terms[0]
+    return terms[0].add_(terms[1]) if terms.shape[0] == 2 else terms.sum(0)

@@ -14,13 +14,24 @@ from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
-from scan_registry.kernels.ssd_scan.problem import CHUNK, STRIDED, Direction, SSDScanProblem
+from scan_registry.kernels.ssd_scan.problem import (
+    BLOCK,
+    CHUNK,
+    DIRECTIONS,
+    MOST_HEADS,
+    SMALL_BLOCK,
+    STRIDED,
+    Direction,
+    SSDScanProblem,
+)
 from scan_registry.ops.strides import dense_strides
 
 #: Of a GPU that is not there: as many as an H100 has.
 _USUAL_SMS = 132
 #: CTAs of the backward pass that each SM is to get.
-_CTAS_OF_SM = 2
+_CTAS_OF_SM = 4
+#: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
+_SHARED_OF_BLOCK = 130_048
 #: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
 _WHOLE = ("x", "B", "C", "out_grad")
 
@@ -103,20 +114,25 @@ def make_problem(
         low=options.low,
         high=options.high,
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        splits=_splits(arguments) if direction == "backward" else 1,
+        **(_cut(arguments) if direction == "backward" else {}),
     )
 
 
-def _splits(arguments: Arguments) -> int:
-    """Splits of a group's heads for the backward pass: so many that its CTAs fill the GPU."""
-    x, cu_seqlens, groups = arguments.x, arguments.cu_seqlens, arguments.B.shape[2]
-    sms = _USUAL_SMS
+def _cut(arguments: Arguments) -> dict[str, int]:
+    """What the CTAs of the backward pass work on: blocks of states, as large as shared memory has room for; and splits of a group's
+    heads, so many that CTAs fill the GPU evenly."""
+    x, cu_seqlens, (groups, states) = arguments.x, arguments.cu_seqlens, arguments.B.shape[2:]
+    sms, shared = _USUAL_SMS, _SHARED_OF_BLOCK
     if x.is_cuda:
-        sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        properties = torch.cuda.get_device_properties(x.device)
+        sms, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+    block = BLOCK if states > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK else SMALL_BLOCK
     batch, time, heads, _ = x.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    ctas = batch * (time // CHUNK + sequences) * groups
-    return max(1, min(heads // groups, -(-_CTAS_OF_SM * sms // ctas)))
+    ctas = batch * (time // CHUNK + sequences) * groups * -(-states // block)
+    of_group = heads // groups
+    splits = max(-(-of_group // MOST_HEADS), min(of_group, -(-_CTAS_OF_SM * sms // ctas)))
+    return {"splits": -(-of_group // -(-of_group // splits)), "block": block}
 
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:
@@ -124,12 +140,11 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
     is ``differentiated``."""
     out_grad = torch.empty(arguments.x.shape, dtype=arguments.x.dtype, device="meta")
     copies = copied(arguments)
-    forward: tuple[Direction, ...] = ("states", "forward")
-    backward: tuple[Direction, ...] = ("adjoint", "backward")
+    backward: tuple[Direction, ...] = DIRECTIONS[1:]
     return {
         direction: KernelCall(
             make_problem(direction, arguments, options, out_grad, copies),
             tuple(name for name in copies if name in STRIDED[direction]),
         )
-        for direction in (*forward, *(backward if differentiated else ()))
+        for direction in ("forward", *(backward if differentiated else ()))
     }

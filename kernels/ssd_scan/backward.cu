@@ -1,0 +1,472 @@
+// The gradients of an SSD scan, for chunks of 64 steps of each head, from the states S before the chunks and the gradients G
+// of the states after them (states.cu). With s_i = Σ_{t≤i} dt_t·A, L_ij = exp(s_i - s_j) where i ≥ j, else 0, and w_j =
+// exp(s_63 - s_j):
+//     X_ij = dy_i·x_j
+//     u_j  = Σ_i L_ij·(C_i·B_j)·dy_i + w_j·G·B_j            x_grad_j  = dt_j·u_j + D·dy_j
+//     C_grad_i = Σ_j L_ij·dt_j·X_ij·B_j + exp(s_i)·Sᵀ·dy_i   B_grad_j = Σ_i L_ij·dt_j·X_ij·C_i + dt_j·w_j·Gᵀ·x_j
+//     a_grad_t = Σ_{i≥t>j} L_ij·dt_j·X_ij·(C_i·B_j) + Σ_{i≥t} exp(s_i)·dy_i·S·C_i + Σ_{j<t} dt_j·w_j·x_j·G·B_j + exp(s_63)·S·G
+//     dt_grad_t = x_t·u_t + A·a_grad_t                       A_grad = Σ_t dt_t·a_grad_t
+//
+// Traffic of a step and head: SIZE elements of x, dy and x_grad each, and SIZE · state_size / 32 of S and G.
+//
+// A CTA has one chunk and some heads of a group, one after the other, and STATES of their states: everything is linear in
+// the states, so gradients of several blocks of states are summed afterwards. B_grad and C_grad of all its heads, and the
+// matrix that L·dt·X sums up to, stay in registers. Eight warps, 16 rows and half of the columns each:
+//
+//     score    X, and from it C·Bᵀ times L to shared memory            (i, j)
+//     project  Sᵀ·dy and Gᵀ·x, added to C_grad and B_grad              (i, state) and (j, state)
+//     combine  u and x_grad                                            (j, number)
+//     finish   one warp: sums over the steps, dt_grad
+#include "tile.cuh"
+
+enum : int {
+    CHUNK = 64,
+    WARPS = 8,
+    THREADS = 32 * WARPS,
+    MOST_HEADS = 32,              // of a CTA
+    WARP_STATES = STATES / 2,
+    STATE_TILES = WARP_STATES / 8,
+    INPUT = 2 * CHUNK * STATES,   // bytes of B, and of C
+    STAGE = 2 * 2 * SIZE * (CHUNK + STATES),
+    SQUARE = 2 * CHUNK * CHUNK,
+};
+
+struct Arguments {
+    Strided x, B, C, grad;
+    StepInputs steps;
+    const float* D;
+    const int* cu_seqlens;
+    const Storage *states, *adjoints;
+    Storage* x_grad;
+    float *dt_grad, *A_grad, *D_grad, *B_grad, *C_grad;
+    Sizes sizes;
+    i64 splits;
+};
+
+// What warps find out of a head's steps: terms of sums that `finish` adds up.
+struct Terms {
+    float rows[2][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
+    float diagonal[CHUNK];                    // of X
+    float begin[2][CHUNK];                    // exp(s_i)·dy_i·S·C_i
+    float end[2][CHUNK];                      // dt_j·w_j·x_j·G·B_j
+    float inside[2][CHUNK];                   // x_j·u_j
+    float whole[WARPS];                       // S·G
+};
+
+struct Backward {
+    const Arguments& args;
+    const Sizes& sizes = args.sizes;
+
+    char* const memory = tile_memory();
+    const Tile<CHUNK, STATES> B{shared_address(memory)}, C{B.address + INPUT};
+    const unsigned stages = C.address + INPUT;
+    const Tile<CHUNK, CHUNK> square{stages + STAGES * STAGE};
+    const Tile<CHUNK, SIZE> output{square.address + SQUARE};
+    float* const all_sums = reinterpret_cast<float*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + 2 * CHUNK * SIZE);
+    float* const all_step_sizes = all_sums + MOST_HEADS * CHUNK;  // (head, step)
+    float* const slopes = all_step_sizes + MOST_HEADS * CHUNK;    // of step sizes by what they are computed of
+    Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two heads
+
+    const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16, side = warp / 4;
+    const int own = row + lane_row();  // the lane's first row of all products
+    const int slot = blockIdx.x, splits = int(args.splits);
+    const int state_blocks = (int(sizes.state_size) + STATES - 1) / STATES;
+    const int batch = int(blockIdx.z) / state_blocks, state_block = int(blockIdx.z) % state_blocks;
+    const int first_state = state_block * STATES, states_left = int(sizes.state_size) - first_state;
+    const int group = int(blockIdx.y) / splits, split = int(blockIdx.y) % splits;
+    const int group_heads = int(sizes.heads) / int(sizes.groups), per_cta = (group_heads + splits - 1) / splits;
+    const int first_head = group * group_heads + split * per_cta;
+    const int heads = smaller(group_heads - split * per_cta, per_cta);
+    const int head_size = int(sizes.head_size), head_tiles = (head_size + SIZE - 1) / SIZE, tiles = heads * head_tiles;
+    const ChunkRange range = chunk_range<CHUNK>(sizes, args.cu_seqlens, slot);
+
+    // Of the first head.
+    const Storage *const first_x = args.x.at(batch, range.begin, first_head),
+                  *const first_grad = args.grad.at(batch, range.begin, first_head);
+    const i64 first_state_at =
+        ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size + first_state;
+    const i64 first_step = (state_block * sizes.batch + batch) * sizes.time + range.begin;  // of results of one block
+    Storage* const first_x_grad = args.x_grad + (first_step * sizes.heads + first_head) * sizes.head_size;
+
+    float scores[4][4];   // C·Bᵀ
+    float weights[4][4];  // Σ L·dt·X
+    float B_grad[STATE_TILES][4], C_grad[STATE_TILES][4];
+
+    // Of the head that is worked on: what each step's numbers are in shared memory, and its terms.
+    struct Head {
+        int number, first;  // of the CTA's heads; the first of its numbers in this tile
+        const float *sums, *step_sizes;
+        Terms& terms;
+    };
+
+    __device__ explicit Backward(const Arguments& args) : args(args) {}
+
+    __device__ void run() {
+        if (heads == 0) return;
+        if (range.steps == 0) return store_nothing();
+        load_inputs();
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) load(i, i);
+        for (int h = warp; h < heads; h += WARPS) measure(h);
+        wait_for_copies<STAGES - 1>();
+        meet();
+        score_inputs();
+        int stage = 0;
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++) {
+            if constexpr (STAGES == 1) load(i, 0);
+            wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
+            meet();
+            if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+            work(head(i), tiles_of(stage));
+            if (i && warp == i % WARPS) finish(head(i - 1));
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            if constexpr (STAGES == 1) __syncthreads();
+        }
+        __syncthreads();
+        if (warp == 0) finish(head(tiles - 1));
+        store_projections();
+    }
+
+    struct Tiles {
+        Tile<CHUNK, SIZE> x, grad;
+        Tile<SIZE, STATES> states, adjoints;
+    };
+    __device__ Tiles tiles_of(int stage) const {
+        const unsigned x = stages + stage * STAGE, grad = x + 2 * CHUNK * SIZE, states = grad + 2 * CHUNK * SIZE;
+        return {{x}, {grad}, {states}, {states + 2 * SIZE * STATES}};
+    }
+    __device__ Head head(int i) const {
+        const int h = head_tiles == 1 ? i : i / head_tiles;
+        return {h, (i - h * head_tiles) * SIZE, all_sums + h * CHUNK, all_step_sizes + h * CHUNK, terms[i % 2]};
+    }
+
+    __device__ void load_inputs() const {
+        Copier<CHUNK, STATES, THREADS>(args.B.at(batch, range.begin, group) + first_state, args.B.time, states_left)
+            .copy(B, 0, range.steps);
+        Copier<CHUNK, STATES, THREADS>(args.C.at(batch, range.begin, group) + first_state, args.C.time, states_left)
+            .copy(C, 0, range.steps);
+        commit_copies();
+    }
+    __device__ void load(int i, int stage) const {
+        if (i < tiles) {
+            const int head = head_tiles == 1 ? i : i / head_tiles, first = (i - head * head_tiles) * SIZE;
+            const int numbers = head_size - first, state_size = int(sizes.state_size);
+            const Tiles to = tiles_of(stage);
+            Copier<CHUNK, SIZE, THREADS>(first_x + (i64(head) * args.x.head + first), args.x.time, numbers)
+                .copy(to.x, 0, range.steps);
+            Copier<CHUNK, SIZE, THREADS>(first_grad + (i64(head) * args.grad.head + first), args.grad.time, numbers)
+                .copy(to.grad, 0, range.steps);
+            const i64 at = first_state_at + i64(head * head_size + first) * state_size;
+            Copier<SIZE, STATES, THREADS>(args.states + at, state_size, states_left).copy(to.states, 0, numbers);
+            Copier<SIZE, STATES, THREADS>(args.adjoints + at, state_size, states_left).copy(to.adjoints, 0, numbers);
+        }
+        commit_copies();
+    }
+
+    // Step sizes of a head, their slopes, and the sums of the decays' logarithms.
+    __device__ void measure(int h) const {
+        const int head = first_head + h;
+        LaneSteps<2> steps;
+        steps.load(args.steps, batch, range.sequence_begin, range.begin, range.steps, head);
+        float slope[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const float raw = args.steps.value(steps.bits[k]) + args.steps.bias_of(head), size = args.steps.unlimited(raw);
+            const bool in = size >= args.steps.low && size <= args.steps.high;
+            slope[k] = !in ? 0.f : args.steps.flags & SOFTPLUS ? sigmoid(raw) : 1.f;
+        }
+        steps.add_up(args.steps, range.steps, args.steps.A[head], args.steps.bias_of(head));
+        const int at = h * CHUNK + 2 * lane;
+        store_float2(all_sums + at, steps.sum[0], steps.sum[1]);
+        store_float2(all_step_sizes + at, steps.size[0], steps.size[1]);
+        store_float2(slopes + at, slope[0], slope[1]);
+    }
+
+    __device__ void score_inputs() {
+        clear(scores), clear(weights), clear(B_grad), clear(C_grad);
+        begin_products();
+        multiply<STATES, true>(scores, along_k(C), along_k(B, 32 * side));
+        close_products();
+        wait_for_products<0>(scores);
+    }
+
+    __device__ static float of_quarter(float x) {  // the sum over the four lanes that share rows
+        x += __shfl_xor_sync(FULL_WARP, x, 1);
+        return x + __shfl_xor_sync(FULL_WARP, x, 2);
+    }
+
+    __device__ void work(const Head& of, const Tiles& from) {
+        const int first = SIZE / 2 * side, column = WARP_STATES * side;  // the warp's numbers and states
+        float products[4][4], y[4][4], u[4][4], of_states[STATE_TILES][4];
+        begin_products();
+        multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, 32 * side));
+        multiply<STATES, false>(y, along_k(C), along_k(from.states, first));
+        close_products();
+        multiply_states(of, from);
+        wait_for_products<0>(products), wait_for_products<0>(y);
+        score(of, products);
+
+        begin_products();
+        multiply<SIZE, false>(of_states, along_k(from.grad), across_k(from.states, column));
+        multiply<STATES, false>(u, along_k(B), along_k(from.adjoints, first));
+        close_products();
+        const float before0 = fast_exp2(of.sums[own]), before1 = fast_exp2(of.sums[own + 8]);
+        dot(y, from.grad, before0, before1, of.terms.begin[side]);
+        wait_for_products<0>(of_states), wait_for_products<0>(u);
+        add(C_grad, of_states, before0, before1);
+        const float total = of.sums[CHUNK - 1];
+        const float end0 = fast_exp2(total - of.sums[own]), end1 = fast_exp2(total - of.sums[own + 8]);
+#pragma unroll
+        for (int p = 0; p < 4; p++) u[p][0] *= end0, u[p][1] *= end0, u[p][2] *= end1, u[p][3] *= end1;
+        const float size0 = of.step_sizes[own], size1 = of.step_sizes[own + 8];
+        dot(u, from.x, size0, size1, of.terms.end[side]);
+
+        meet();  // the square is there
+        begin_products();
+        multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
+        multiply<SIZE, false>(of_states, along_k(from.x), across_k(from.adjoints, column));
+        close_products();
+        wait_for_products<0>(u), wait_for_products<0>(of_states);
+        add(B_grad, of_states, size0 * end0, size1 * end1);
+        combine(of, from, u, size0, size1);
+    }
+
+    // sums += scale · products, with a scale a row.
+    __device__ static void add(float (&sums)[STATE_TILES][4], const float (&products)[STATE_TILES][4], float scale0,
+                               float scale1) {
+#pragma unroll
+        for (int n = 0; n < STATE_TILES; n++) {
+            sums[n][0] += scale0 * products[n][0], sums[n][1] += scale0 * products[n][1];
+            sums[n][2] += scale1 * products[n][2], sums[n][3] += scale1 * products[n][3];
+        }
+    }
+    // To `dots`, of each row of half of a head's numbers the product with the same row of `others`, scaled.
+    __device__ void dot(const float (&numbers)[4][4], Tile<CHUNK, SIZE> others, float scale0, float scale1,
+                        float* dots) const {
+        float dot0 = 0, dot1 = 0;
+        const unsigned others_at = others.moved(others.lane_of_sums(row), 0, SIZE / 2 * side);
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            const unsigned other0 = load_pair(others.moved(others_at, 0, 8 * p));
+            const unsigned other1 = load_pair(others.moved(others_at, 8, 8 * p));
+            dot0 += numbers[p][0] * low_of(other0) + numbers[p][1] * high_of(other0);
+            dot1 += numbers[p][2] * low_of(other1) + numbers[p][3] * high_of(other1);
+        }
+        dot0 = of_quarter(scale0 * dot0), dot1 = of_quarter(scale1 * dot1);
+        if (lane % 4 == 0) dots[own] = dot0, dots[own + 8] = dot1;
+    }
+
+    // A warp's 16 steps i and 32 steps j: L times C·Bᵀ to shared memory, and L·dt·X to the sum over heads.
+    __device__ void score(const Head& of, const float (&products)[4][4]) {
+        const unsigned to = square.moved(square.lane_of_sums(row), 0, 32 * side);
+        if (32 * side > row) {  // steps j after all steps i
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                store_pair(square.moved(to, 0, 8 * j), 0, 0), store_pair(square.moved(to, 8, 8 * j), 0, 0);
+            if (lane % 4 == 0) of.terms.rows[side][own] = of.terms.rows[side][own + 8] = 0;
+            of.terms.columns[warp % 4][32 * side + lane] = 0;
+            return;
+        }
+        const float sum[2] = {of.sums[own], of.sums[own + 8]};
+        float rows[2] = {0, 0}, columns[8];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int column = 32 * side + 8 * j + lane_column();
+            const float2 sums = *reinterpret_cast<const float2*>(of.sums + column);
+            const float2 sizes = *reinterpret_cast<const float2*>(of.step_sizes + column);
+            const int block = 32 * side + j / 2 * 16;  // of columns, of the same size as the rows
+            float decayed[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                float decay = fast_exp2(sum[k / 2] - (k % 2 ? sums.y : sums.x)), off_diagonal = 1;
+                if (block >= row) {
+                    const int distance = own + 8 * (k / 2) - (column + k % 2);
+                    if (distance < 0) decay = 0;
+                    if (distance == 0) of.terms.diagonal[column + k % 2] = products[j][k], off_diagonal = 0;
+                }
+                const float weight = decay * (k % 2 ? sizes.y : sizes.x) * products[j][k];
+                weights[j][k] += weight;
+                decayed[k] = decay * scores[j][k];
+                const float term = weight * scores[j][k] * off_diagonal;
+                rows[k / 2] += term;
+                columns[2 * j + k % 2] = k / 2 ? columns[2 * j + k % 2] + term : term;
+            }
+            store_pair(square.moved(to, 0, 8 * j), decayed[0], decayed[1]);
+            store_pair(square.moved(to, 8, 8 * j), decayed[2], decayed[3]);
+        }
+        rows[0] = of_quarter(rows[0]), rows[1] = of_quarter(rows[1]);
+        if (lane % 4 == 0) of.terms.rows[side][own] = rows[0], of.terms.rows[side][own + 8] = rows[1];
+        const float column = transposed_sum<8, 4>(columns);
+        const int number = transposed_index<8, 4>();
+        of.terms.columns[warp % 4][32 * side + number / 2 * 8 + lane_column() + number % 2] = column;
+    }
+
+    __device__ void multiply_states(const Head& of, const Tiles& from) const {
+        float whole = 0;
+#pragma unroll
+        for (int i = 0; i < 2 * SIZE * STATES; i += 16 * THREADS) {
+            const uint4 a = load_piece(from.states.address + 16 * threadIdx.x + i);
+            const uint4 b = load_piece(from.adjoints.address + 16 * threadIdx.x + i);
+            whole += low_of(a.x) * low_of(b.x) + high_of(a.x) * high_of(b.x) + low_of(a.y) * low_of(b.y) +
+                     high_of(a.y) * high_of(b.y);
+            whole += low_of(a.z) * low_of(b.z) + high_of(a.z) * high_of(b.z) + low_of(a.w) * low_of(b.w) +
+                     high_of(a.w) * high_of(b.w);
+        }
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) whole += __shfl_xor_sync(FULL_WARP, whole, distance);
+        if (lane == 0) of.terms.whole[warp] = whole;
+    }
+
+    // x_grad of a warp's 16 steps and half of the numbers.
+    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[4][4], float size0, float size1) const {
+        const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
+        const int first = SIZE / 2 * side;
+        const int head = first_head + of.number;
+        const float skip = args.D && state_block == 0 ? args.D[head] : 0;
+        float dot0 = 0, dot1 = 0;
+        const unsigned sums_at = x.moved(x.lane_of_sums(row), 0, first) - x.address;
+#pragma unroll
+        for (int p = 0; p < 4; p++) {
+            const unsigned upper = x.moved(sums_at, 0, 8 * p), lower = upper + 8 * x.ROW;
+            const unsigned x0 = load_pair(x.address + upper), x1 = load_pair(x.address + lower);
+            const unsigned grad0 = load_pair(grad.address + upper), grad1 = load_pair(grad.address + lower);
+            dot0 += u[p][0] * low_of(x0) + u[p][1] * high_of(x0);
+            dot1 += u[p][2] * low_of(x1) + u[p][3] * high_of(x1);
+            store_pair(output.address + upper, size0 * u[p][0] + skip * low_of(grad0),
+                       size0 * u[p][1] + skip * high_of(grad0));
+            store_pair(output.address + lower, size1 * u[p][2] + skip * low_of(grad1),
+                       size1 * u[p][3] + skip * high_of(grad1));
+        }
+        dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
+        if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;
+        __syncwarp();
+        const int stored = row + lane / 4, piece = first + lane % 4 * PIECE;
+        const int step = int(sizes.heads) * head_size;  // elements from a step to the next
+        Storage* const to = first_x_grad + (i64(stored) * step + (of.number * head_size + of.first + piece));
+        const unsigned lane_output = output.at(stored, piece);
+#pragma unroll
+        for (int r = 0; r < 16; r += 8)
+            if (stored + r < range.steps && of.first + piece < head_size)
+                *reinterpret_cast<uint4*>(to + r * step) = load_piece(lane_output + r * output.ROW);
+        __syncwarp();
+    }
+
+    // Of a head's A and D, where the chunk's terms of their gradients are.
+    __device__ i64 term_at(int head) const {
+        return ((state_block * sizes.batch + batch) * sizes.slots + slot) * sizes.heads + head;
+    }
+
+    // By one warp: a lane has steps 2 · lane and the next.
+    __device__ void finish(const Head& of) const {
+        const int head = first_head + of.number;
+        const Terms& of_head = of.terms;
+        float later[2], before[2], inside[2], skip_grad = 0, whole = 0;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int t = 2 * lane + k;
+            float columns = 0;
+#pragma unroll
+            for (int w = 0; w < 4; w++) columns += of_head.columns[w][t];
+            later[k] = of_head.begin[0][t] + of_head.begin[1][t] + (of_head.rows[0][t] + of_head.rows[1][t] - columns);
+            before[k] = of_head.end[0][t] + of_head.end[1][t];
+            inside[k] = of_head.inside[0][t] + of_head.inside[1][t];
+            skip_grad += of_head.diagonal[t];
+        }
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) whole += of_head.whole[w];
+        // Sums of `later` from a step on, and of `before` up to the step before.
+        float from = later[0] + later[1], through = before[0] + before[1];
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const float higher = from_higher(from, distance), lower = from_lower(through, distance);
+            if (lane + distance < 32) from += higher;
+            if (lane >= distance) through += lower;
+        }
+        const float higher = from_higher(from, 1), lower = from_lower(through, 1);
+        const float all = fast_exp2(of.sums[CHUNK - 1]) * whole;
+        const float exponent_grads[2] = {
+            (lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all,
+            (lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all,
+        };
+        const bool again = of.first > 0;  // the head's other numbers have been added
+        const float A = args.steps.A[head];
+        float A_grad = 0;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int t = 2 * lane + k;
+            A_grad += of.step_sizes[t] * exponent_grads[k];
+            if (t >= range.steps) continue;
+            float* const to = args.dt_grad + (first_step + t) * sizes.heads + head;
+            *to = (again ? *to : 0) + slopes[of.number * CHUNK + t] * (inside[k] + A * exponent_grads[k]);
+        }
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) {
+            A_grad += __shfl_xor_sync(FULL_WARP, A_grad, distance);
+            skip_grad += __shfl_xor_sync(FULL_WARP, skip_grad, distance);
+        }
+        if (lane == 0) {
+            float* const to_A = args.A_grad + term_at(head);
+            *to_A = (again ? *to_A : 0) + A_grad;
+            if (args.D_grad) {
+                float* const to_D = args.D_grad + term_at(head);
+                *to_D = state_block ? 0 : (again ? *to_D : 0) + skip_grad;
+            }
+        }
+    }
+    __device__ void store_nothing() const {
+        for (int h = threadIdx.x; h < heads; h += THREADS) {
+            args.A_grad[term_at(first_head + h)] = 0;
+            if (args.D_grad) args.D_grad[term_at(first_head + h)] = 0;
+        }
+    }
+
+    // What steps of the chunk add to each other's gradients, for all heads at once; and the gradients to memory.
+    __device__ void store_projections() {
+        const unsigned to = square.moved(square.lane_of_sums(row), 0, 32 * side);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            store_pair(square.moved(to, 0, 8 * j), weights[j][0], weights[j][1]);
+            store_pair(square.moved(to, 8, 8 * j), weights[j][2], weights[j][3]);
+        }
+        meet();
+        const int first = WARP_STATES * side;
+        begin_products();
+        multiply<CHUNK, true>(C_grad, along_k(square), across_k(B, first));
+        multiply<CHUNK, true>(B_grad, across_k(square), across_k(C, first));
+        close_products();
+        wait_for_products<0>(C_grad), wait_for_products<0>(B_grad);
+        const i64 step = (split * sizes.batch + batch) * sizes.time + range.begin + own;
+        const i64 at = (step * sizes.groups + group) * sizes.state_size + first_state + first + lane_column();
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int n = 0; n < STATE_TILES; n++) {
+                if (own + 8 * k >= range.steps || first + 8 * n + lane_column() >= states_left) continue;
+                const i64 of_tile = at + 8 * k * sizes.groups * sizes.state_size + 8 * n;
+                store_float2(args.C_grad + of_tile, C_grad[n][2 * k], C_grad[n][2 * k + 1]);
+                store_float2(args.B_grad + of_tile, B_grad[n][2 * k], B_grad[n][2 * k + 1]);
+            }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+ssd_scan_backward(const Storage* x, const void* dt, const float* A, const Storage* B, const Storage* C, const float* D,
+                  const float* dt_bias, const Storage* out_grad, const int* cu_seqlens, const int* seq_idx,
+                  const Storage* states, const Storage* adjoints, Storage* x_grad, float* dt_grad, float* A_grad,
+                  float* D_grad, float* B_grad, float* C_grad, i64 batch, i64 time, i64 heads, i64 groups,
+                  i64 head_size, i64 state_size, i64 sequences, i64 slots, i64 splits, i64 flags, i64 dt_low,
+                  i64 dt_high, i64 x_batch, i64 x_time, i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head,
+                  i64 B_batch, i64 B_time, i64 B_group, i64 C_batch, i64 C_time, i64 C_group, i64 grad_batch,
+                  i64 grad_time, i64 grad_head) {
+    Backward({{x, x_batch, x_time, x_head},
+              {B, B_batch, B_time, B_group},
+              {C, C_batch, C_time, C_group},
+              {out_grad, grad_batch, grad_time, grad_head},
+              {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
+               __uint_as_float(unsigned(dt_high))},
+              D, cu_seqlens, states, adjoints, x_grad, dt_grad, A_grad, D_grad, B_grad, C_grad,
+              {batch, time, heads, groups, head_size, state_size, sequences, slots},
+              splits})
+        .run();
+}

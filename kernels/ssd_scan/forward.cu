@@ -1,0 +1,262 @@
+// The forward pass of an SSD scan. For each head, in chunks of 64 steps, with s_i = Σ_{t≤i} dt_t·A within a chunk,
+//     y_i   = exp(s_i)·S·C_i + Σ_{j≤i} exp(s_i - s_j)·dt_j·(C_i·B_j)·x_j + D·x_i
+//     S_end = exp(s_63)·S + Σ_j exp(s_63 - s_j)·dt_j·x_j ⊗ B_j
+//
+// Traffic of a step and head: SIZE elements of x and of out. B and C, which the heads of a group share, come from the L2.
+//
+// A CTA has SIZE numbers of one head and walks along its chunks; eight warps, of which four have the states and four the outputs:
+//
+//     warps 0 to 3, 16 numbers each                  warps 4 to 7, 16 steps i each
+//         states S to shared memory, in 16 bits          C·Bᵀ, and its decays and step sizes, masked
+//         ------------------------- the states are there -------------------------
+//         S_end: xᵀ, scaled in registers, times B        C·Sᵀ, its rows scaled, and the masked C·Bᵀ times x; out
+//
+// Every eight chunks each warp computes the decays and step sizes of one of the next eight. Decays are exponents of differences of
+// sums, which are never positive where i ≥ j.
+#include "../common/barrier.cuh"
+#include "running_states.cuh"
+
+enum : int {
+    CHUNK = 64,
+    WARPS = 8,
+    THREADS = 32 * WARPS,
+    STAGE = 2 * CHUNK * (SIZE + 2 * STATES),
+    STATES_KEPT = 1,  // a barrier
+};
+
+struct Arguments {
+    Strided x, B, C;
+    StepInputs steps;
+    const float *D, *initial_state;
+    const int* cu_seqlens;
+    Storage* out;
+    float* final_state;
+    Sizes sizes;
+};
+
+// The steps of eight chunks.
+struct Steps {
+    float sums[WARPS][CHUNK];     // of the decays' logarithms
+    float sizes[WARPS][CHUNK];
+    float weights[WARPS][CHUNK];  // of what steps add to the state after the chunk
+    float decays[WARPS];          // over the chunk
+};
+
+struct Forward {
+    const Arguments& args;
+    const Sizes& sizes = args.sizes;
+
+    const unsigned stages = shared_address(tile_memory());
+    const Tile<SIZE, STATES> kept{stages + STAGES * STAGE};
+    Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES);
+
+    const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16;
+    const int first_number = int(blockIdx.x) * SIZE, numbers = int(sizes.head_size) - first_number;
+    const int head = blockIdx.y, group = head / (int(sizes.heads) / int(sizes.groups));
+    const int batch = int(blockIdx.z) / int(sizes.sequences), sequence = int(blockIdx.z) % int(sizes.sequences);
+    const SequenceRange range = sequence_range<CHUNK>(sizes, args.cu_seqlens, sequence);
+    const int chunks = (range.end - range.begin + CHUNK - 1) / CHUNK, state_size = int(sizes.state_size);
+
+    const Copier<CHUNK, SIZE, THREADS> x{args.x.at(batch, range.begin, head) + first_number, args.x.time, numbers};
+    const Copier<CHUNK, STATES, THREADS> B{args.B.at(batch, range.begin, group), args.B.time, state_size};
+    const Copier<CHUNK, STATES, THREADS> C{args.C.at(batch, range.begin, group), args.C.time, state_size};
+
+    LaneSteps<2> next_steps;
+
+    __device__ explicit Forward(const Arguments& args) : args(args) {}
+
+    __device__ void run() {
+        next_steps.load(args.steps, batch, range.begin, range.begin + warp * CHUNK, steps_of(warp), head);
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) load(i, i);
+        if (warp < 4) run_states();
+        else run_outputs();
+    }
+
+    __device__ void run_states() {
+        RunningStates<STATES> running;
+        running.load(at_sequence(args.initial_state), state_size, numbers, state_size, row);
+        int stage = 0;
+#pragma unroll 1
+        for (int i = 0; i < chunks; i++, stage = after(stage)) {
+            begin_chunk(i, stage);
+            running.keep(kept, row);
+#if BY_WARPGROUPS
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+            arrive_at<THREADS>(STATES_KEPT);
+            running.add(x_tile(stage), B_tile(stage), steps.weights[i % WARPS], steps.decays[i % WARPS], row);
+        }
+        if (args.final_state) running.store(at_sequence(args.final_state), state_size, numbers, state_size, row);
+    }
+
+    __device__ void run_outputs() {
+        const float skip = args.D ? args.D[head] : 0;
+        int stage = 0;
+#pragma unroll 1
+        for (int i = 0; i < chunks; i++, stage = after(stage)) {
+            begin_chunk(i, stage);
+            uint4 weights[CHUNK / 16];
+            score(weights, stage, steps.sums[i % WARPS], steps.sizes[i % WARPS]);
+            const Tile<CHUNK, SIZE> x_tile = this->x_tile(stage);
+            const float* const own_sum = steps.sums[i % WARPS] + row + lane_row();
+            const float before0 = fast_exp2(own_sum[0]), before1 = fast_exp2(own_sum[8]);
+            float y[SIZE / 8][4];
+            meet_at<THREADS>(STATES_KEPT);
+            begin_products();
+            multiply<STATES, false>(y, along_k(C_tile(stage)), along_k(kept));
+            close_products();
+            wait_for_products<0>(y);
+#pragma unroll
+            for (int p = 0; p < SIZE / 8; p++)
+                y[p][0] *= before0, y[p][1] *= before0, y[p][2] *= before1, y[p][3] *= before1;
+            begin_products();
+#pragma unroll
+            for (int j = 0; j < CHUNK; j += 16)
+                if (BY_WARPGROUPS || j <= row) multiply_registers(y, weights[j / 16], across_k(x_tile), j);
+            close_products();
+            wait_for_products<0>(y);
+            if (args.D) {
+                const unsigned at = x_tile.lane_of_sums(row);
+#pragma unroll
+                for (int p = 0; p < SIZE / 8; p++) {
+                    const unsigned x0 = load_pair(x_tile.moved(at, 0, 8 * p)), x1 = load_pair(x_tile.moved(at, 8, 8 * p));
+                    y[p][0] += skip * low_of(x0), y[p][1] += skip * high_of(x0);
+                    y[p][2] += skip * low_of(x1), y[p][3] += skip * high_of(x1);
+                }
+            }
+            store(y, i);
+        }
+    }
+
+    __device__ Tile<CHUNK, SIZE> x_tile(int stage) const { return {stages + stage * STAGE}; }
+    __device__ Tile<CHUNK, STATES> B_tile(int stage) const { return {stages + stage * STAGE + 2 * CHUNK * SIZE}; }
+    __device__ Tile<CHUNK, STATES> C_tile(int stage) const { return {B_tile(stage).address + 2 * CHUNK * STATES}; }
+    __device__ static int after(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
+    __device__ int steps_of(int i) const { return i < chunks ? smaller(range.end - range.begin - i * CHUNK, CHUNK) : 0; }
+
+    // Once all warps are done with the chunk before: wait for this one's tiles, and load those of a later one.
+    __device__ void begin_chunk(int i, int stage) {
+        if constexpr (STAGES == 1) {
+            __syncthreads();
+            load(i, 0);
+        }
+        wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
+        meet();
+        if (i % WARPS == 0) {
+            measure(i);
+            __syncthreads();
+        }
+        if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+    }
+    __device__ void load(int i, int stage) const {
+        if (i < chunks) {
+            const i64 first = i * CHUNK;
+            x.copy(x_tile(stage), first * args.x.time, steps_of(i));
+            B.copy(B_tile(stage), first * args.B.time, steps_of(i));
+            C.copy(C_tile(stage), first * args.C.time, steps_of(i));
+        }
+        commit_copies();
+    }
+    // The steps of chunk i + warp.
+    __device__ void measure(int i) {
+        next_steps.add_up(args.steps, steps_of(i + warp), args.steps.A[head], args.steps.bias_of(head));
+        float weights[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) weights[k] = next_steps.size[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
+        store_float2(steps.sums[warp] + 2 * lane, next_steps.sum[0], next_steps.sum[1]);
+        store_float2(steps.sizes[warp] + 2 * lane, next_steps.size[0], next_steps.size[1]);
+        store_float2(steps.weights[warp] + 2 * lane, weights[0], weights[1]);
+        if (lane == 0) steps.decays[warp] = fast_exp2(next_steps.total);
+        const int next = i + WARPS + warp;
+        next_steps.load(args.steps, batch, range.begin, range.begin + next * CHUNK, steps_of(next), head);
+    }
+
+    // exp(s_i - s_j)·dt_j·(C_i·B_j) of a warp's steps i, as the left operand of a product with x.
+    __device__ void score(uint4 (&weights)[CHUNK / 16], int stage, const float* sums, const float* step_sizes) const {
+        float scores[CHUNK / 8][4];
+        begin_products();
+        multiply<STATES, false>(scores, along_k(C_tile(stage)), along_k(B_tile(stage)));
+        close_products();
+        wait_for_products<0>(scores);
+        const float sum0 = sums[row + lane_row()], sum1 = sums[row + lane_row() + 8];
+#pragma unroll
+        for (int j = 0; j < CHUNK; j += 16) {
+            weights[j / 16] = make_uint4(0, 0, 0, 0);
+            if (j > row) continue;
+            float m[2][4];
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int column = j + 8 * half + lane_column();
+                const float2 sum = *reinterpret_cast<const float2*>(sums + column);
+                const float2 size = *reinterpret_cast<const float2*>(step_sizes + column);
+                const float (&score)[4] = scores[j / 8 + half];
+                m[half][0] = score[0] * (fast_exp2(sum0 - sum.x) * size.x);
+                m[half][1] = score[1] * (fast_exp2(sum0 - sum.y) * size.y);
+                m[half][2] = score[2] * (fast_exp2(sum1 - sum.x) * size.x);
+                m[half][3] = score[3] * (fast_exp2(sum1 - sum.y) * size.y);
+            }
+            if (j == row) {  // only steps up to the own one
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    const bool in = lane_row() >= lane_column() + k;
+                    m[0][k] = in ? m[0][k] : 0, m[1][k] = 0;
+                    m[1][2 + k] = in ? m[1][2 + k] : 0;
+                }
+            }
+            weights[j / 16] =
+                make_uint4(Element::narrow_two(m[0][0], m[0][1]), Element::narrow_two(m[0][2], m[0][3]),
+                           Element::narrow_two(m[1][0], m[1][1]), Element::narrow_two(m[1][2], m[1][3]));
+        }
+    }
+
+    // Of four words that each of four neighbouring lanes has, word `lane % 4` of all four lanes.
+    __device__ static uint4 transposed(unsigned a, unsigned b, unsigned c, unsigned d) {
+        const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+        const unsigned from_a = __shfl_xor_sync(FULL_WARP, odd ? a : b, 1), from_c = __shfl_xor_sync(FULL_WARP, odd ? c : d, 1);
+        const unsigned a1 = odd ? from_a : a, b1 = odd ? b : from_a, c1 = odd ? from_c : c, d1 = odd ? d : from_c;
+        const unsigned first = __shfl_xor_sync(FULL_WARP, high ? a1 : c1, 2), second = __shfl_xor_sync(FULL_WARP, high ? b1 : d1, 2);
+        return high ? make_uint4(first, second, c1, d1) : make_uint4(a1, b1, first, second);
+    }
+    // A lane stores 16 bytes of each row: it has the columns of its place among the four lanes that share the row.
+    __device__ void store(const float (&y)[SIZE / 8][4], int i) const {
+        const int own = row + lane_row(), piece = lane % 4 * PIECE;
+        const i64 step = i64(batch) * sizes.time + range.begin + i * CHUNK + own, of_step = sizes.heads * sizes.head_size;
+        Storage* const to = args.out + step * of_step + head * sizes.head_size + first_number + piece;
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int p = 0; p < SIZE / 8; p += 4) {
+                unsigned words[4];
+#pragma unroll
+                for (int q = 0; q < 4; q++) words[q] = Element::narrow_two(y[p + q][2 * k], y[p + q][2 * k + 1]);
+                const uint4 values = transposed(words[0], words[1], words[2], words[3]);
+                if (own + 8 * k < steps_of(i) && piece + 8 * p < numbers)
+                    *reinterpret_cast<uint4*>(to + 8 * k * of_step + 8 * p) = values;
+            }
+    }
+
+    // The CTA's states of the sequence, in a tensor of float32 or null.
+    template <class T>
+    __device__ T* at_sequence(T* states) const {
+        const i64 of_head = (i64(batch) * sizes.sequences + sequence) * sizes.heads + head;
+        return states ? states + (of_head * sizes.head_size + first_number) * state_size : states;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+ssd_scan_forward(const Storage* x, const void* dt, const float* A, const Storage* B, const Storage* C, const float* D,
+                 const float* dt_bias, const float* initial_state, const int* cu_seqlens, const int* seq_idx, Storage* out,
+                 float* final_state, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size, i64 state_size,
+                 i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time, i64 x_head,
+                 i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch, i64 B_time, i64 B_group, i64 C_batch, i64 C_time,
+                 i64 C_group) {
+    Forward({{x, x_batch, x_time, x_head},
+             {B, B_batch, B_time, B_group},
+             {C, C_batch, C_time, C_group},
+             {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
+              __uint_as_float(unsigned(dt_high))},
+             D, initial_state, cu_seqlens, out, final_state,
+             {batch, time, heads, groups, head_size, state_size, sequences, slots}})
+        .run();
+}

@@ -1,0 +1,74 @@
+// A head's states as they run along time, in the registers of four warps: SIZE numbers, 16 a warp, and COLUMNS states of each.
+#pragma once
+#include "tile.cuh"
+
+template <int COLUMNS>
+struct RunningStates {
+    enum : int { TILES = 8, BLOCKS = COLUMNS / 64 };  // of 64 columns, what a warp multiplies at a time
+    float sums[BLOCKS][TILES][4];
+
+    // sums = decay · sums + Σ_t weights[t] · x_t ⊗ B_t. `weights` are in shared memory.
+    template <class TX, class TB>
+    __device__ void add(TX x, TB B, const float* weights, float decay, int row) {
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int k = 0; k < 4; k++) sums[block][n][k] *= decay;
+        const auto left = across_k(x);
+        const unsigned left_lane = left.lane_of_A(row);
+        uint4 lefts[4];
+#pragma unroll
+        for (int t = 0; t < 64; t += 16) {
+            const float2 first = *reinterpret_cast<const float2*>(weights + t + lane_column());
+            const float2 second = *reinterpret_cast<const float2*>(weights + t + 8 + lane_column());
+            uint4& a = lefts[t / 16] = left.load_A(left_lane, t);
+            a.x = scaled(a.x, first), a.y = scaled(a.y, first), a.z = scaled(a.z, second), a.w = scaled(a.w, second);
+        }
+        begin_products();
+#pragma unroll
+        for (int t = 0; t < 64; t += 16)
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++)
+                multiply_registers(sums[block], lefts[t / 16], across_k(B, 64 * block), t);
+        close_products();
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++) wait_for_products<0>(sums[block]);
+    }
+
+    // To shared memory, in 16 bits.
+    __device__ void keep(Tile<SIZE, COLUMNS> to, int row) const {
+        const unsigned at = to.lane_of_sums(row);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                store_pair(to.moved(at, 0, 64 * block + 8 * n), sums[block][n][0], sums[block][n][1]);
+                store_pair(to.moved(at, 8, 64 * block + 8 * n), sums[block][n][2], sums[block][n][3]);
+            }
+    }
+
+    // From float32 in memory, or zeros, and back: `rows` rows of `stride` numbers, of which `columns` are there.
+    __device__ void load(const float* from, i64 stride, int rows, int columns, int row) {
+#pragma unroll
+        for (int i = 0; i < BLOCKS * TILES; i++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int r = row + 8 * k + lane_row(), c = 8 * i + lane_column();
+                float2 value = make_float2(0, 0);
+                if (from && r < rows && c < columns) value = *reinterpret_cast<const float2*>(from + r * stride + c);
+                sums[i / TILES][i % TILES][2 * k] = value.x, sums[i / TILES][i % TILES][2 * k + 1] = value.y;
+            }
+    }
+    __device__ void store(float* to, i64 stride, int rows, int columns, int row) const {
+#pragma unroll
+        for (int i = 0; i < BLOCKS * TILES; i++)
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                const int r = row + 8 * k + lane_row(), c = 8 * i + lane_column();
+                const float(&values)[4] = sums[i / TILES][i % TILES];
+                if (r < rows && c < columns) store_float2(to + r * stride + c, values[2 * k], values[2 * k + 1]);
+            }
+    }
+};
