@@ -107,11 +107,19 @@ def ssd_scan(
 
     Returns:
         The output, with the shape and dtype of ``x``; with ``return_final_state`` also the final state, of the shape of
-        ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times.
+        ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times and in
+        both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative; all else is composed
+        of torch's matrix products, chunk by chunk, with sums and states in float32.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape or a value is not as described, devices differ, or ``backend`` has no kernel for such arguments.
+        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
+            on this GPU; the message lists what there is.
+        DriverError: the driver failed; the message names the kernel, its variant and the launch.
+
+    Warns:
+        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
     tensors = x, dt, A, B, C, D, dt_bias, initial_state, seq_idx, cu_seqlens
     pair = type(dt_limit) is tuple and len(dt_limit) == 2
