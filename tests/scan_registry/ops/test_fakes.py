@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import pkgutil
 import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,14 +20,14 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from scan_registry import ops
+from scan_registry import kernels
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.ops.registration import NAMESPACE
 
 # Operators are registered by the modules that define them.
-for found in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
-    importlib.import_module(found.name)
+for module in sorted({*kernels.public().values()}):
+    importlib.import_module(module)
 OPERATORS = getattr(torch.ops, NAMESPACE)
 DRAWS = 48
 EVERY_DYNAMIC = 16  # of so many draws one has symbols for sizes, which take long
