@@ -105,10 +105,9 @@ def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
         if count % PIECE or count > most:
             return f"{words} of {count}; accepted are multiples of {PIECE} up to {most}"
     columns = variant.number("states")
-    if problem.direction == "forward" and problem.state_size > columns:
-        return f"a number of states of {problem.state_size}; its tile has {columns}"
-    if problem.direction == "backward" and problem.block != columns:
-        return f"blocks of {problem.block} states; its tile has {columns}"
+    of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
+    if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
+        return f"{of_CTA} states of a CTA; its tile has {columns}"
     if problem.time >= 2**31:
         return f"{problem.time} steps; they are counted in 32 bits"
     if any(abs(stride) >= MOST_STRIDE for stride in problem.short_strides):

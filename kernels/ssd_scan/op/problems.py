@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.select import Backend
+from scan_registry.hardware.device import device
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.ssd_scan.problem import (
@@ -124,8 +125,8 @@ def _cut(arguments: Arguments) -> dict[str, int]:
     x, cu_seqlens, (groups, states) = arguments.x, arguments.cu_seqlens, arguments.B.shape[2:]
     sms, shared = _USUAL_SMS, _SHARED_OF_BLOCK
     if x.is_cuda:
-        properties = torch.cuda.get_device_properties(x.device)
-        sms, shared = properties.multi_processor_count, properties.shared_memory_per_block_optin
+        gpu = device(x.device.index)
+        sms, shared = gpu.sm_count, gpu.shared_memory_per_block
     block = BLOCK if states > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK else SMALL_BLOCK
     batch, time, heads, _ = x.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
