@@ -34,7 +34,7 @@ from scan_registry.kernels.model import Variant
 sys.path.append(str(Path(__file__).parents[1]))
 
 pytest.register_assert_rewrite(
-    "benching", "caching", "compiling", "diagnosing", "driving", "explaining", "imaginary", "loading",
+    "benching", "caching", "compiling", "diagnosing", "driving", "explaining", "harness", "imaginary", "loading",
     "selecting", "verifying", "watched",
 )  # fmt: skip
 

@@ -31,11 +31,11 @@ BOUNDS = torch.tensor([0, 0, 9, 41, 70])
 
 
 def drawn(
-    dtype: torch.dtype, *, groups: int = 2, rank: int = 4, packed: bool = False
+    dtype: torch.dtype, *, groups: int = 2, rank: int = 4, packed: bool = False, channels: int = 12
 ) -> list[Tensor]:
     """u, delta, A, B, C, D, z, delta_bias, initial_state."""
     torch.manual_seed(0)
-    batch, channels, time, states = 2, 12, 70, 5
+    batch, time, states = 2, 70, 5
 
     def new(*sizes: int) -> Tensor:
         return torch.randn(sizes).to(dtype)
@@ -91,6 +91,7 @@ def compare(
 FORMS: dict[str, dict[str, Any]] = {
     "groups": {},
     "no groups": {"rank": 3, "groups": 1},
+    "several CTAs of a group": {"rank": 3, "groups": 1, "channels": 150},
     "packed": {"packed": True},
     "parts": {"parts": 2},
     "plain": {"plain": True},

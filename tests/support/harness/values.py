@@ -1,0 +1,243 @@
+"""Values and first derivatives against the reference, over dtypes, layouts, packed sequences and what is not finite."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from watched import levels, using
+
+from .calls import Call, close, gradients, results, weights
+from .operator import PLACES, Operator
+
+
+def exactly(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert [*actual] == [*expected]
+    for name, out in actual.items():
+        assert out.shape == expected[name].shape, name
+        assert torch.isclose(out, expected[name], rtol=1e-9, atol=1e-9).all(), name
+
+
+class Values(Operator):
+    def test_values_and_gradients(self, case: str, dtype: torch.dtype) -> None:
+        """Of problems of several sizes, by every set of vector instructions."""
+        for number, size in enumerate(self.sizes):
+            torch.manual_seed(number)
+            call = self.draw(case, size, dtype)
+            expected = results(self.right, call.wide())
+            for level in levels():
+                with using(level):
+                    actual = results(self.run, call)
+                close(actual, expected, lambda out: self.slack(out, dtype), (size, level))
+                for name, out in actual.items():
+                    of = name.removeprefix("gradient of ")
+                    like = call.tensors.get(of)
+                    assert out.dtype == (
+                        self.dtype_of(of, call.arguments, dtype) if like is None else like.dtype
+                    )
+
+    def slack(self, out: Tensor, dtype: torch.dtype) -> float:
+        return self.tolerance.get(out.dtype, self.tolerance[dtype])
+
+    def test_other_strides(self, few: str, place: str) -> None:
+        """Of each tensor by itself, and of gradients."""
+        torch.manual_seed(0)
+        call = self.draw(few, self.sizes[0], self.exact)
+        expected = results(self.run, call)
+        for name, t in call.arguments.items():
+            if isinstance(t, Tensor) and t.dim() and t.numel():
+                self._lying(call, name, PLACES[place](t), expected)
+        leaves = call.leaves()
+        outputs = self.run(**leaves.arguments)
+        seeds = [PLACES[place](w) if w.dim() and w.numel() else w for w in weights(outputs)]
+        exactly(gradients(outputs, leaves, seeds), gradients(self.run(**leaves.arguments), leaves))
+
+    def _lying(self, call: Call, name: str, t: Tensor, expected: dict[str, Tensor]) -> None:
+        arguments = {**call.arguments, name: t}
+        other = Call(
+            {n: arguments[n] for n in call.tensors}, {n: arguments[n] for n in call.others}
+        )
+        leaves = Call(
+            {n: x.detach().requires_grad_() for n, x in other.tensors.items()}, other.others
+        )
+        outputs = self.run(**leaves.arguments)
+        exactly(
+            {f"output {n}": x for n, x in enumerate(outputs)} | gradients(outputs, leaves), expected
+        )
+
+    def test_only_what_is_wanted(self, case: str) -> None:
+        """Gradients of one output, and in one tensor, are those that all have together."""
+        call = self.draw(case, self.small, self.exact)
+        leaves, exact = call.leaves(), call.wide().leaves()
+        outputs, expected = self.run(**leaves.arguments), self.right(**exact.arguments)
+        for number, seed in enumerate(weights(outputs)):
+            grads, wanted = (
+                torch.autograd.grad(
+                    results[number],
+                    [*on.tensors.values()],
+                    seed,
+                    retain_graph=True,
+                    materialize_grads=True,
+                )
+                for results, on in ((outputs, leaves), (expected, exact))
+            )
+            torch.testing.assert_close(grads, wanted)
+        every = gradients(outputs, leaves)
+        for name in call.tensors:
+            one = call.leaves([name])
+            (grad,) = gradients(self.run(**one.arguments), one).values()
+            torch.testing.assert_close(grad, every[f"gradient of {name}"])
+
+    def test_nothing_to_do(self, case: str) -> None:
+        """Without elements final states are initial ones, and gradients have the shapes of their tensors."""
+        for size in self.empty:
+            call = self.draw(case, size, self.exact)
+            exactly(results(self.run, call), results(self.right, call))
+
+    def test_every_element_is_written(self, case: str) -> None:
+        """Memory that is not initialized is full of NaN here."""
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert torch.empty(3).isnan().all()
+            actual = results(self.run, self.draw(case, self.sizes[0], torch.float32))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(out.isfinite().all() for out in actual.values())
+
+    def test_nothing_shares_memory(self, case: str) -> None:
+        leaves = self.draw(case, self.small, torch.float32).leaves()
+        outputs = self.run(**leaves.arguments)
+        seeds = weights(outputs)
+        grads = gradients(outputs, leaves, seeds)
+        tensors = [*leaves.tensors.values(), *outputs, *seeds, *grads.values()]
+        storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
+        assert len(set(storages)) == len(storages)
+
+    # --- Sequences ---
+
+    def test_packed_sequences_are_each_alone(self, packed: str) -> None:
+        """Outputs, final states and gradients."""
+        for size in (self.small, self.sizes[0]):
+            call = self.draw(packed, size, self.exact)
+
+            def alone(call: Call = call, **arguments: Any) -> tuple[Tensor, ...]:
+                leaves = Call({n: arguments[n] for n in call.tensors}, call.others)
+                parts = [
+                    self.run(**self.cut(leaves, begin, end, number).arguments)
+                    for number, (begin, end) in enumerate(self.bounds(call))
+                ]
+                out = torch.cat([out for out, *_ in parts], self.time(call, "output 0") or 0)
+                return out, self.states(call, [last for _, last in parts])
+
+            exactly(results(self.run, call), results(alone, call))
+
+    def test_pieces_make_the_whole(self, whole: str) -> None:
+        """Each starts from the final state of the one before."""
+        call = self.draw(whole, self.sizes[0], self.exact)
+        dim = self.time(call, "output 0")
+        assert dim is not None
+        time = self.run(**call.arguments)[0].shape[dim]
+
+        def pieces(**arguments: Any) -> tuple[Tensor, ...]:
+            leaves = Call({n: arguments[n] for n in call.tensors}, call.others)
+            parts, more = [], {}
+            cuts = [*pairwise([0, 1, 1, time // 2, time])]
+            for begin, end in reversed(cuts) if call.others.get("reverse") else cuts:
+                own = self.cut(leaves, begin, end).arguments | more
+                out, last = self.run(**own)
+                more = {"initial_state": last}
+                parts.append(out)
+            return torch.cat(parts[::-1] if call.others.get("reverse") else parts, dim), last
+
+        exactly(results(self.run, call), results(pieces, call))
+
+    # --- What is not finite ---
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_what_is_not_finite_goes_where_it_does_in_the_reference(
+        self, few: str, value: float
+    ) -> None:
+        """And gradients are finite where those of the reference are."""
+        for name in self.draw(few, self.small, torch.float32).tensors:
+            call = self.draw(few, self.sizes[0], torch.float32)
+            spoilt = call.tensors[name]
+            if not spoilt.numel():
+                continue
+            spoilt.view(-1)[spoilt.numel() // 2] = value
+            expected = results(self.right, call.wide())
+            for level in levels():
+                with using(level):
+                    actual = results(self.run, call)
+                for result, out in actual.items():
+                    right = expected[result]
+                    if result.startswith("output"):
+                        assert torch.equal(out.isfinite(), right.isfinite()), (name, result)
+                        assert out.is_complex() or torch.equal(out.isnan(), right.isnan()), name
+                    else:
+                        assert (out.isfinite() | ~right.isfinite()).all(), (name, result)
+
+    def test_nothing_crosses_the_bounds_of_packed_sequences(self, packed: str) -> None:
+        """Neither forwards nor backwards, whatever a sequence holds: the others have the same bits."""
+        call = self.draw(packed, self.sizes[0], torch.float32)
+        number, (begin, end) = max(enumerate(self.bounds(call)), key=lambda x: x[1][1] - x[1][0])
+        clean, spoilt = results(self.run, call), call.leaves([])
+        timed = [n for n in call.tensors if self.time(call, n) is not None]
+        for value in self.cut(spoilt, begin, end, number).tensors.items():
+            name, part = value
+            if name in timed or name == "initial_state":
+                part.fill_(math.nan)
+        actual = results(self.run, spoilt)
+        for name in ["output 0", *(f"gradient of {n}" for n in timed)]:
+            dim = self.time(call, name.removeprefix("gradient of "))
+            assert dim is not None
+            times = 2 if name.removeprefix("gradient of ") in self.paired(call) else 1
+            for out in (clean[name], actual[name]):
+                out.narrow(dim, begin * times, (end - begin) * times).zero_()
+            assert torch.equal(actual[name], clean[name]), name
+        for out in (clean["output 1"], actual["output 1"]):
+            self.state(call, out, number).zero_()
+        assert torch.equal(actual["output 1"], clean["output 1"])
+
+    # --- Threads ---
+
+    def test_threads_do_not_change_a_bit(self, few: str) -> None:
+        call = self.draw(few, self.large, torch.float32)
+        usual, runs = torch.get_num_threads(), []
+        with ExitStack() as after:
+            after.callback(torch.set_num_threads, usual)
+            for threads in (1, 2, 5):
+                torch.set_num_threads(threads)
+                runs.append(results(self.run, call))
+        for other in runs[1:]:
+            assert all(torch.equal(other[name], out) for name, out in runs[0].items())
+
+    def test_calls_in_several_threads(self, few: str) -> None:
+        call = self.draw(few, self.small, torch.float32)
+        leaves = call.leaves()
+        outputs = self.run(**leaves.arguments)
+        seeds = weights(outputs)
+        expected = gradients(outputs, leaves, seeds)
+
+        def work(_: int) -> dict[str, Tensor]:
+            return gradients(self.run(**leaves.arguments), leaves, seeds)
+
+        with ThreadPoolExecutor(3) as pool:
+            for actual in pool.map(work, range(12)):
+                assert all(torch.equal(actual[name], out) for name, out in expected.items())
+
+    # --- What is refused ---
+
+    @pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+    def test_refuses(self, refusal: str, grad: bool, first: str) -> None:
+        """With an error that names the argument, and what is accepted."""
+        changes, error, words = self.refused[refusal]
+        call = self.draw(first, self.small, torch.float32)
+        arguments = (call.leaves() if grad else call).arguments
+        with pytest.raises(error, match=words):
+            self.run(**{**arguments, **changes})
