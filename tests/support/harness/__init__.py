@@ -11,17 +11,22 @@ from .calls import Call, close, gradients, results
 from .derivatives import Derivatives
 from .features import Features, arguments_of
 from .operator import Operator
+from .sequences import Sequences
 from .values import Values
 
 
-class OperatorTests(Values, Derivatives, Features):
+class OperatorTests(Values, Sequences, Derivatives, Features):
     """All of them."""
 
 
 __all__ = [
     "Call",
+    "Derivatives",
+    "Features",
     "Operator",
     "OperatorTests",
+    "Sequences",
+    "Values",
     "arguments_of",
     "close",
     "gradients",

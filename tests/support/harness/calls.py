@@ -102,7 +102,7 @@ def results(function: Function, call: Call) -> dict[str, Tensor]:
 def close(
     actual: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    tolerance: Callable[[Tensor], float],
+    tolerance: Callable[[str, Tensor], float],
     what: object = "",
 ) -> None:
     """Each result is right to a tolerance that may depend on it, relative to the norm of what is expected."""
@@ -111,4 +111,4 @@ def close(
         right = expected[name].detach()
         assert out.shape == right.shape, (what, name)
         error = relative_error(out, right)
-        assert error <= tolerance(out), f"{what}: {name} is off by {error:.2g}"
+        assert error <= tolerance(name, out), f"{what}: {name} is off by {error:.2g}"

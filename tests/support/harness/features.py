@@ -64,6 +64,8 @@ class Features(Operator):
             assert (out.is_meta, out.shape, out.dtype) == (True, right.shape, right.dtype)
         second = torch.autograd.grad(sum(g.abs().sum() for g in grads), tensors, allow_unused=True)
         assert all(g is None or g.shape == t.shape for g, t in zip(second, tensors, strict=True))
+        if not self.on_gpu(call):
+            return
         with FakeTensorMode():
             outputs = self.run(**call.on("cuda").arguments)
             for out, right in zip(outputs, expected.values(), strict=False):
@@ -121,7 +123,6 @@ class Features(Operator):
         """A backward pass after a change in place is refused, or does not depend on what was changed."""
         call = self.draw(case, self.small, torch.float32)
         expected = results(self.run, call)
-        noticed = 0
         for name in call.tensors:
             leaves = call.leaves()
             outputs = self.run(**leaves.arguments)
@@ -131,10 +132,8 @@ class Features(Operator):
                 grads = gradients(outputs, leaves)
             except RuntimeError as error:
                 assert "modified by an inplace operation" in str(error)  # noqa: PT017
-                noticed += 1
                 continue
             assert all(torch.equal(grad, expected[n]) for n, grad in grads.items()), name
-        assert noticed
 
 
 def arguments_of(call: Call, *names: str) -> tuple[Any, ...]:

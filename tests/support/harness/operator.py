@@ -64,6 +64,14 @@ class Operator:
         """Of an output."""
         return dtype
 
+    def on_gpu(self, call: Call) -> bool:
+        """Whether outputs on a GPU have the strides that they have here."""
+        return True
+
+    def slack(self, name: str, out: Tensor, dtype: torch.dtype) -> float:
+        """The largest error of an output or gradient, in a call of this dtype."""
+        return self.tolerance.get(out.dtype, self.tolerance[dtype])
+
     # --- Sequences: along which dimensions a call is cut ---
 
     def time(self, call: Call, name: str) -> int | None:

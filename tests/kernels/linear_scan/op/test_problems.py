@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scan_registry.kernels.linear_scan.op.plans import runner
 from scan_registry.kernels.linear_scan.op.problems import make_reduction_call, packed_sequences
+from scan_registry.ops.checks import common_shape
+
+SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4)
 
 
 @pytest.mark.parametrize("batch", [3, 70])
@@ -37,3 +42,14 @@ def test_one_packed_sequence_is_none_to_a_gpu() -> None:
     assert packed_sequences(bounds) == 1
     assert packed_sequences(bounds.to("meta")) == 0
     assert packed_sequences(torch.empty(3, dtype=torch.int64, device="meta")) == 2
+
+
+@settings(deadline=None)  # torch imports sympy the first time
+@given(SHAPES, SHAPES)
+def test_shapes_broadcast_as_torch_has_it(one: list[int], other: list[int]) -> None:
+    try:
+        expected = tuple(torch.broadcast_shapes(tuple(one), tuple(other)))
+    except RuntimeError:
+        expected = None
+    assert common_shape(one, other) == expected
+    assert common_shape(torch.Size(one), tuple(other)) == expected

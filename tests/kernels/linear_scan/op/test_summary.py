@@ -1,66 +1,83 @@
-"""``linear_scan_summary`` on the CPU: what it gives, its derivatives, and what torch makes of it."""
+"""``linear_scan_summary`` on the CPU: the map of all steps, its derivatives, and what torch makes of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from harness import Call, Derivatives, Features, close, results
+from recurrence import plainly
 from torch import Tensor
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
-from torch.library import opcheck
 
 from scan_registry import linear_scan, linear_scan_summary
 
-Oracle = Callable[..., tuple[Tensor, Tensor]]
-
 OPERATOR = torch.ops.scan_registry.linear_scan_summary.default
-#: Shapes of gates and tokens, and dim.
-CASES = {
-    "rows": ((2, 3, 7), (2, 3, 7), -1),
-    "columns": ((2, 7, 3), (2, 7, 3), 1),
-    "one step": ((2, 1), (2, 1), -1),
-    "decay per channel": ((3, 1), (2, 3, 5), -1),
-    "decay per step": ((5, 1), (2, 5, 3), 1),
-    "tokens broadcast": ((4, 5), (5,), 1),
-    "one sequence": ((11,), (11,), 0),
-}
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+class TestSummary(Derivatives, Features):
+    """Shapes of gates and tokens, named by their dimensions."""
 
+    cases = {
+        "rows": {},
+        "columns": {"gates": "BTD", "tokens": "BTD", "reverse": True},
+        "one step": {"gates": "B1", "tokens": "B1", "dim": -1},
+        "decay": {"gates": "D1", "reverse": True},
+        "decay of steps": {"gates": "T1", "tokens": "BTD"},
+        "tokens broadcast": {"gates": "DT", "tokens": "T"},
+        "complex": {"complex": True},
+    }
+    few = ("rows", "columns", "decay")
+    small = (2, 3, 4)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
-def inputs(name: str, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Gates of both signs, among them a zero, and tokens."""
-    of_gates, of_tokens, _ = CASES[name]
-    gates, tokens = torch.randn(of_gates, dtype=dtype), torch.randn(of_tokens, dtype=dtype)
-    gates.view(-1)[gates.numel() // 2] = 0
-    return gates.requires_grad_(), tokens.requires_grad_()
+    def draw(self, case: str, size: Any, dtype: torch.dtype) -> Call:
+        """With gates of both signs, among them a zero."""
+        spec = {"gates": "BDT", "tokens": "BDT", **self.cases[case]}
+        sizes = dict(zip("BDT1", (*size, 1), strict=True))
+        wide = dtype.to_complex() if spec.get("complex") else dtype
+        gates, tokens = (
+            torch.randn([sizes[d] for d in spec[name]], dtype=wide) for name in ("gates", "tokens")
+        )
+        gates.view(-1)[gates.numel() // 2] = 0
+        dims = max(spec["gates"], spec["tokens"], key=len)
+        dim = spec.get("dim") or dims.index("T") - len(dims)
+        others = {"dim": dim, "reverse": spec.get("reverse", False)}
+        return Call({"gates": gates, "tokens": tokens}, others)
 
+    def run(self, **arguments: Any) -> tuple[Tensor, ...]:
+        return linear_scan_summary(**arguments)
 
-def step_by_step(
-    plainly: Oracle, gates: Tensor, tokens: Tensor, **how: Any
-) -> tuple[Tensor, Tensor]:
-    """Final states from one without tokens, which is the product of the gates, and from zero."""
-    gates, tokens = torch.broadcast_tensors(gates, tokens)
-    _, final_state = plainly(gates, tokens, **how)
-    _, final_gate = plainly(gates, torch.zeros_like(tokens), torch.ones_like(final_state), **how)
-    return final_gate, final_state
+    def right(self, gates: Tensor, tokens: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        """Final states from one without tokens, which is the product of the gates, and from zero."""
+        how.pop("backend", None)
+        gates, tokens = torch.broadcast_tensors(gates, tokens)
+        _, final_state = plainly(gates, tokens, **how)
+        ones = torch.ones_like(final_state)
+        return plainly(gates, torch.zeros_like(tokens), ones, **how)[1], final_state
 
+    def checks(self, case: str) -> Iterator[Any]:
+        call = self.draw(case, self.small, torch.float32).leaves()
+        how = call.others["dim"], call.others["reverse"], "auto"
+        tests = "test_schema", "test_faketensor", "test_autograd_registration"
+        yield OPERATOR, (*call.tensors.values(), *how), (*tests, "test_aot_dispatch_dynamic")
 
-@pytest.mark.parametrize("backend", ["auto", "reference"])
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_is_the_map_of_all_steps(name: str, reverse: bool, backend: Any, plainly: Oracle) -> None:
-    gates, tokens = inputs(name)
-    how: dict[str, Any] = {"dim": CASES[name][2], "reverse": reverse}
-    found = linear_scan_summary(gates, tokens, backend=backend, **how)
-    expected = step_by_step(plainly, gates, tokens, **how)
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    @pytest.mark.parametrize("backend", ["auto", "reference"])
+    def test_is_the_map_of_all_steps(self, case: str, dtype: torch.dtype, backend: str) -> None:
+        call = self.draw(case, (2, 3, 7), torch.float32 if dtype.itemsize < 4 else dtype)
+        if not self.cases[case].get("complex"):
+            call = call.changed(lambda t: t.to(dtype))
+        call.others["backend"] = backend  # type: ignore[index]
+        actual, exact = results(self.run, call), results(self.right, call.wide())
+        close(
+            actual,
+            exact,
+            lambda name, out: self.tolerance[
+                dtype if "grad" in name else out.dtype.to_real() if out.is_complex() else out.dtype
+            ],
+        )
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -89,120 +106,10 @@ def test_no_steps_change_nothing() -> None:
     assert linear_scan_summary(torch.ones(0, 4), torch.ones(0, 4))[0].shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("gates", "tokens", "result"),
-    [
-        (torch.float32, torch.float32, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float32, torch.float16, torch.float32),
-        (torch.float64, torch.float64, torch.float64),
-        (torch.float32, torch.complex64, torch.complex64),
-        (torch.complex64, torch.float32, torch.complex64),
-    ],
-)
-def test_dtypes(
-    gates: torch.dtype, tokens: torch.dtype, result: torch.dtype, plainly: Oracle
-) -> None:
-    a, x = torch.rand(4, 97).to(gates), torch.randn(4, 97).to(tokens)
-    found = linear_scan_summary(a, x)
-    assert {tensor.dtype for tensor in found} == {result}
-    for out, expected in zip(found, step_by_step(plainly, a, x), strict=True):
-        assert (out - expected).norm() <= 1e-5 * expected.norm()
-
-
 def test_errors_of_like_gates_do_not_add_up() -> None:
     gates = torch.full((1, 100_000), 1 - 1e-5)
     final_gate, _ = linear_scan_summary(gates, torch.zeros_like(gates))
     assert abs(final_gate / gates[0, 0].double() ** 100_000 - 1) < 1e-6
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_derivatives(name: str, reverse: bool) -> None:
-    """Also where a gate is zero, whose gradient no quotient gives."""
-
-    def summary(gates: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return linear_scan_summary(gates, tokens, dim=CASES[name][2], reverse=reverse)
-
-    assert gradcheck(summary, inputs(name), check_forward_ad=True, check_batched_grad=True)
-    assert gradgradcheck(summary, inputs(name))
-
-
-def test_complex_derivatives() -> None:
-    assert gradcheck(linear_scan_summary, inputs("rows", torch.complex128))
-
-
-@pytest.mark.parametrize("result", [0, 1])
-def test_derivatives_of_one_result(result: int, plainly: Oracle) -> None:
-    gates, tokens = inputs("rows")
-    found = torch.autograd.grad(
-        linear_scan_summary(gates, tokens)[result].sum(), (gates, tokens), allow_unused=True
-    )
-    expected = torch.autograd.grad(
-        step_by_step(plainly, gates, tokens)[result].sum(), (gates, tokens), materialize_grads=True
-    )
-    torch.testing.assert_close(found[0], expected[0])
-    if result == 0:
-        assert found[1] is None or not found[1].any()
-    else:
-        torch.testing.assert_close(found[1], expected[1])
-
-
-def test_what_needs_no_gradient_gets_none() -> None:
-    gates, tokens = inputs("rows")
-    linear_scan_summary(gates.detach(), tokens)[1].sum().backward()
-    assert gates.grad is None
-    assert tokens.grad is not None
-    assert linear_scan_summary(gates.detach(), tokens.detach())[0].grad_fn is None
-
-
-def test_forward_mode() -> None:
-    gates, tokens = (tensor.detach() for tensor in inputs("rows"))
-    tangent = torch.randn_like(gates)
-    _, expected = torch.func.jvp(lambda g: linear_scan_summary(g, tokens), (gates,), (tangent,))
-    with forward_ad.dual_level():
-        found = linear_scan_summary(forward_ad.make_dual(gates, tangent), tokens)
-        tangents = [forward_ad.unpack_dual(each).tangent for each in found]
-    torch.testing.assert_close(tuple(tangents), expected)
-
-
-@pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (None, 1), (2, None)])
-def test_vmap(in_dims: tuple[int | None, int | None]) -> None:
-    gates, tokens = (torch.randn(4, 4, 4, dtype=torch.float64) for _ in range(2))
-    found = torch.vmap(linear_scan_summary, in_dims)(gates, tokens)
-    singles = [
-        linear_scan_summary(
-            *(
-                t if d is None else t.select(d, n)
-                for t, d in zip((gates, tokens), in_dims, strict=True)
-            )
-        )
-        for n in range(4)
-    ]
-    for out, parts in zip(found, zip(*singles, strict=True), strict=True):
-        torch.testing.assert_close(out, torch.stack(parts))
-
-
-@pytest.mark.parametrize("name", ["rows", "columns", "decay per channel"])
-def test_opcheck(name: str) -> None:
-    gates, tokens = inputs(name, torch.float32)
-    opcheck(OPERATOR, (gates, tokens, CASES[name][2] - (CASES[name][2] >= 0) * 3, True, "auto"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic: bool) -> None:
-    def model(gates: Tensor, tokens: Tensor) -> Tensor:
-        final_gate, final_state = linear_scan_summary(gates.sigmoid(), tokens)
-        return final_gate.sum() + (final_state**2).sum()
-
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    for time in (7, 12):
-        gates, tokens = (torch.randn(2, time, requires_grad=True) for _ in range(2))
-        found = torch.autograd.grad(compiled(gates, tokens), (gates, tokens))
-        torch.testing.assert_close(
-            found, torch.autograd.grad(model(gates, tokens), (gates, tokens))
-        )
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,15 @@
-"""``linear_scan`` among torch's own: the dispatcher, torch.compile, autocast, checkpointing."""
+"""``linear_scan`` among torch's own: lazy tensors, subclasses, torch.compile, export, and higher derivatives."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from recurrence import plainly
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from scan_registry import linear_scan
 
@@ -17,6 +18,7 @@ Function = Callable[..., Any]
 OP = torch.ops.scan_registry.linear_scan.default
 BACKWARD_OP = torch.ops.scan_registry.linear_scan_backward.default
 NAMES = [str(OP), str(BACKWARD_OP)]
+REAL = torch.float64
 
 
 def inputs(
@@ -29,49 +31,6 @@ def inputs(
         torch.randn(shape, generator=generator),
     ]
     return [t.to(dtype).requires_grad_(grad) for t in drawn]
-
-
-def copies(tensors: list[Tensor]) -> list[Tensor]:
-    return [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-
-
-# --- The operators ----------------------------------------------------------------------------
-
-#: Shapes of gates and initial state beside tokens of (2, 3, 5), bounds, dim, reverse, final.
-CALLS = {
-    "plain": ((2, 3, 5), None, None, -1, False, False),
-    "columns": ((2, 3, 5), None, None, -2, False, True),
-    "states": ((2, 3, 5), (3, 5), None, -3, True, True),
-    "decay": ((3, 1), None, None, -1, True, False),
-    "packed": ((1,), (2, 4, 5), (0, 0, 1, 1, 3), -2, False, True),
-}
-
-
-def arguments(name: str, grad: bool) -> list[Any]:
-    of_gates, of_state, bounds, dim, reverse, final = CALLS[name]
-    gates, tokens = inputs(2, 3, 5, gates=of_gates, grad=grad)
-    state = None if of_state is None else torch.randn(of_state, requires_grad=grad)
-    cu_seqlens = None if bounds is None else torch.tensor(bounds)
-    return [gates, tokens, state, cu_seqlens, dim, reverse, final, "auto"]
-
-
-@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
-@pytest.mark.parametrize("name", CALLS)
-def test_opcheck(name: str, grad: bool) -> None:
-    """Schema, autograd, shapes without values, and the same again under torch.compile."""
-    torch.library.opcheck(OP, tuple(arguments(name, grad)))
-
-
-@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)])
-@pytest.mark.parametrize("name", CALLS)
-def test_opcheck_of_the_backward_operator(name: str, wanted: tuple[bool, ...]) -> None:
-    gates, states, state, bounds, dim, reverse, *_ = arguments(name, False)
-    last_grad = None if state is None else torch.randn_like(state)
-    args = (gates, states if wanted[0] else None, torch.randn(2, 3, 5), state, last_grad, bounds)
-    options = (dim, reverse, "auto", [*wanted])
-    torch.library.opcheck(
-        BACKWARD_OP, (*args, *options), test_utils=("test_schema", "test_faketensor")
-    )
 
 
 @pytest.mark.parametrize(
@@ -94,40 +53,12 @@ def test_the_backward_operator_takes_any_strides(
         torch.testing.assert_close(BACKWARD_OP(gates, *given, *others), expected)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_function_is_the_operator(name: str) -> None:
-    """Also where gradients go round the dispatcher: bit for bit."""
-    args = arguments(name, True)
-    tensors = [t for t in args[:3] if t is not None]
-    *_, dim, reverse, final, _ = args
-    options = {"dim": dim, "reverse": reverse, "return_final_state": final, "cu_seqlens": args[3]}
-    found = linear_scan(*args[:3], **options)
-    found = found if final else (found,)
-    expected = OP(*args)[: len(found)]
-    weights = [torch.randn_like(out) for out in found]
-    grads = torch.autograd.grad(found, tensors, weights)
-    expected_grads = torch.autograd.grad(expected, tensors, weights)
-    for out, ref in zip((*found, *grads), (*expected, *expected_grads), strict=True):
-        assert torch.equal(out, ref)
-        assert out.stride() == ref.stride()
-
-
-def test_meta_tensors_are_described_not_computed() -> None:
-    meta = torch.empty(2, 3, 4, device="meta")
-    assert linear_scan(meta, meta).is_meta
-    _, last = linear_scan(meta[0, :, :1], meta.half(), dim=1, return_final_state=True)
-    assert (last.is_meta, last.shape, last.dtype) == (True, (2, 4), torch.float32)
-
-
 def test_profilers_see_the_operators() -> None:
     both = inputs(2, 5, grad=True)
     with torch.profiler.profile() as profile:
         linear_scan(*both).sum().backward()
     seen = {event.key for event in profile.key_averages()}
     assert {"scan_registry::linear_scan", "scan_registry::linear_scan_backward"} <= seen
-
-
-# --- Tensors that are more, or less, than their elements --------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -162,7 +93,7 @@ def test_lazy_tensors(lazy: Callable[[Tensor], Tensor]) -> None:
 class Wrapper(Tensor):
     """A subclass that counts the functions that it is given to."""
 
-    seen: list[str] = []  # noqa: RUF012
+    seen: list[str] = []
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,17 +107,6 @@ def test_subclasses_are_kept() -> None:
     assert type(found) is Wrapper
     assert torch.equal(found.as_subclass(Tensor), linear_scan(gates, tokens))
     assert any("linear_scan" in name for name in Wrapper.seen)
-
-
-def test_parameters() -> None:
-    gates = torch.nn.Parameter(torch.rand(3, 1))
-    tokens = torch.randn(2, 3, 5)
-    linear_scan(gates, tokens).sum().backward()
-    assert gates.grad is not None
-    assert gates.grad.shape == (3, 1)
-
-
-# --- torch.compile ----------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -224,35 +144,6 @@ def test_compiled_without_a_graph_break() -> None:
     assert set(called) == set(NAMES)
 
 
-def everything(gates: Tensor, tokens: Tensor, state: Tensor, bounds: Tensor) -> Any:
-    """Every option of the operator, one after the other."""
-    decay = gates[:, :1]
-    states, last = linear_scan(decay, tokens, state[0], return_final_state=True)
-    again = linear_scan(gates, states, dim=0, reverse=True)
-    packed, ends = linear_scan(
-        gates.bfloat16().float(), again, state.mT, cu_seqlens=bounds, return_final_state=True
-    )
-    return packed.square().mean() + ends.sin().sum() + last.sum(), packed
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiled_with_options(dynamic: bool) -> None:
-    """No graph break, with the shapes' values in the graph or without; the same bits and gradients."""
-    compiled = torch.compile(everything, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for time in (7, 9):
-        tensors = [*inputs(3, time, grad=True), torch.randn(4, 3, requires_grad=True)]
-        bounds = torch.tensor([0, 2, 2, 5, time], dtype=torch.int32)
-        others = copies(tensors)
-        loss, packed = compiled(*tensors, bounds)
-        expected_loss, expected = everything(*others, bounds)
-        torch.testing.assert_close((loss, packed), (expected_loss, expected))
-        assert packed.stride() == expected.stride()
-        loss.backward()
-        expected_loss.backward()
-        for found, ref in zip(tensors, others, strict=True):
-            torch.testing.assert_close(found.grad, ref.grad)
-
-
 def test_shapes_of_other_sizes_compile_once() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -262,17 +153,6 @@ def test_shapes_of_other_sizes_compile_once() -> None:
         gates, tokens = inputs(rows, time, gates=(rows, 1))
         assert torch.equal(function(gates, tokens), linear_scan(gates, tokens))
     assert compiler.frame_count == 1
-
-
-def test_compiled_with_nothing_in_it() -> None:
-    compiled = torch.compile(linear_scan, fullgraph=True, backend="aot_eager")
-    for shape in ((2, 0), (0, 3)):
-        gates, tokens = inputs(*shape, grad=True)
-        states, last = compiled(gates, tokens, return_final_state=True)
-        assert (states.shape, last.shape) == (shape, shape[:1])
-        (states.sum() + last.sum()).backward()
-        assert gates.grad is not None
-        assert gates.grad.shape == shape
 
 
 @pytest.mark.parametrize(
@@ -323,68 +203,6 @@ def test_traced_by_make_fx() -> None:
     torch.testing.assert_close(graph(gates, tokens), step(gates, tokens))
 
 
-# --- Autocast and checkpointing ---------------------------------------------------------------
-
-
-def test_autocast_leaves_dtypes_alone() -> None:
-    """A recurrence is not what autocast is for: nothing is narrowed, nothing widened."""
-    gates, tokens = inputs(2, 5, grad=True)
-    expected = linear_scan(gates, tokens)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        states, last = linear_scan(gates, tokens, return_final_state=True)
-        mixed = linear_scan(gates, tokens.bfloat16())
-        grads = torch.autograd.grad(states.sum(), (gates, tokens), retain_graph=True)
-    assert (states.dtype, last.dtype, mixed.dtype) == (torch.float32, torch.float32, torch.bfloat16)
-    assert torch.equal(states, expected)
-    assert all(map(torch.equal, grads, torch.autograd.grad(states.sum(), (gates, tokens))))
-
-
-def test_autocast_between_layers() -> None:
-    """Projections in bfloat16, the scan in the dtype that it is given."""
-    layer = torch.nn.Linear(4, 4)
-    tokens = torch.randn(2, 6, 4)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        states = linear_scan(layer(tokens).sigmoid(), layer(tokens), dim=1)
-        assert states.dtype == torch.bfloat16
-        layer(states).sum().backward()
-    assert layer.weight.grad is not None
-    assert layer.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", CALLS)
-def test_activation_checkpointing(name: str, reentrant: bool) -> None:
-    """The same gradients, bit for bit, where the forward pass runs again."""
-    args = arguments(name, True)
-    bounds, dim, reverse = args[3:6]
-    runs = 0
-
-    def function(*tensors: Tensor) -> Any:
-        nonlocal runs
-        runs += 1
-        options = {"dim": dim, "reverse": reverse, "cu_seqlens": bounds}
-        states, last = linear_scan(*tensors, **options, return_final_state=True)
-        return states.square(), last
-
-    tensors = [t for t in args[:3] if t is not None]
-    expected = torch.autograd.grad([out.sum() for out in function(*tensors)], tensors)
-    outputs = checkpoint(function, *tensors, use_reentrant=reentrant)
-    torch.autograd.backward([out.sum() for out in outputs])
-    assert runs == 3
-    assert all(torch.equal(t.grad, ref) for t, ref in zip(tensors, expected, strict=True))
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_deterministic_algorithms_are_all_there_is() -> None:
-    """Nothing warns, raises or changes."""
-    both = inputs(2, 3, 5, grad=True)
-    weight = torch.randn(2, 3, 5)
-    expected = torch.autograd.grad(linear_scan(*both, reverse=True), both, weight)
-    torch.use_deterministic_algorithms(False)
-    found = torch.autograd.grad(linear_scan(*both, reverse=True), both, weight)
-    assert all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_compiled_states_lie_as_they_are_promised_to(backend: Any) -> None:
     """Also those of the reference, and of tensors whose first dimension is not the outermost."""
@@ -399,3 +217,73 @@ def test_compiled_states_lie_as_they_are_promised_to(backend: Any) -> None:
         torch.testing.assert_close(found, expected)
         assert found.stride() == expected.stride()
     torch.library.opcheck(OP, (*tensors, None, -1, False, True, backend))
+
+
+def disc(*shape: int, dtype: torch.dtype = REAL) -> Tensor:
+    """Random gates of |gate| ≤ 1."""
+    if dtype.is_complex:
+        return torch.polar(0.9 * torch.rand(shape, dtype=REAL), 6.3 * torch.rand(shape, dtype=REAL))
+    return 1.8 * torch.rand(shape, dtype=dtype) - 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_tangents_have_the_dtypes_of_outputs(dtype: torch.dtype) -> None:
+    gates = torch.rand(2, 5).to(dtype)
+    pair = (gates, gates)
+
+    def function(*inputs: Tensor) -> Any:
+        return linear_scan(*inputs, return_final_state=True)
+
+    outputs, tangents = torch.func.jvp(function, pair, pair)
+    assert [t.dtype for t in tangents] == [out.dtype for out in outputs]
+    exact = [t.to(torch.complex128 if dtype.is_complex else REAL) for t in pair]
+    expected = torch.func.jvp(function, tuple(exact), tuple(exact))[1]
+    for found, ref in zip(tangents, expected, strict=True):
+        torch.testing.assert_close(found.to(ref.dtype), ref, rtol=2e-2, atol=2e-2)
+
+
+def test_derivatives_of_every_order() -> None:
+    """The fourth, each transform over the ones before it."""
+    tokens = torch.randn(6, dtype=REAL)
+    grad, jacfwd, jacrev = torch.func.grad, torch.func.jacfwd, torch.func.jacrev
+    for transforms in ((grad, grad, grad, grad), (jacfwd, jacrev, jacfwd, grad)):
+        found: Function = lambda x: linear_scan(x, tokens).square().sum()  # noqa: E731
+        expected: Function = lambda x: plainly(x, tokens)[0].square().sum()  # noqa: E731
+        for transform in reversed(transforms):
+            found, expected = transform(found), transform(expected)
+        decay = torch.tensor(0.7, dtype=REAL)
+        torch.testing.assert_close(found(decay), expected(decay))
+
+
+def test_vmap_with_bounds_that_all_share() -> None:
+    bounds = torch.tensor([[0, 2, 5], [0, 3, 5]])
+    tokens = torch.randn(5, dtype=REAL)
+    together = torch.func.vmap(lambda t: linear_scan(t, t, cu_seqlens=bounds[0]))
+    assert together(tokens.expand(3, 5)).shape == (3, 5)
+    with pytest.raises(ValueError, match="cu_seqlens runs from 0 to 4"):
+        torch.func.vmap(lambda t: linear_scan(t, t, cu_seqlens=torch.tensor([0, 4])))(
+            tokens.expand(3, 5)
+        )
+
+
+def test_one_graph_is_walked_by_several_threads() -> None:
+    gates, tokens = (t.requires_grad_() for t in (disc(4, 64), torch.randn(4, 64, dtype=REAL)))
+    states, weight = linear_scan(gates, tokens), torch.randn(4, 64, dtype=REAL)
+    expected = torch.autograd.grad(states, (gates, tokens), weight, retain_graph=True)
+    with ThreadPoolExecutor(4) as pool:
+        walks = [
+            pool.submit(torch.autograd.grad, states, (gates, tokens), weight, retain_graph=True)
+            for _ in range(400)
+        ]
+    for walk in walks:
+        torch.testing.assert_close(walk.result(), expected, rtol=0, atol=0)
+
+
+def test_a_backward_pass_that_failed_fails_alike_again() -> None:
+    gates, tokens = disc(2, 4), torch.randn(2, 4, dtype=REAL, requires_grad=True)
+    states = linear_scan(gates.requires_grad_(), tokens)
+    with torch.no_grad():
+        gates.zero_()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            states.sum().backward(retain_graph=True)
