@@ -46,11 +46,6 @@ def posed(
     )
 
 
-def chosen(kernel: Kernel, problem: GatedScanProblem, sm_count: int = SM_COUNT) -> Variant:
-    """The cheapest of those that can, and that wheels hold."""
-    return cheapest(kernel, kernel.variants, problem, sm_count)
-
-
 def cheapest(
     kernel: Kernel, among: Iterable[Variant], problem: GatedScanProblem, sm_count: int = SM_COUNT
 ) -> Variant:
@@ -64,41 +59,6 @@ def cheapest(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_columns_are_as_wide_as_fills_a_gpu(direction: Direction) -> None:
-    kernel = KERNELS[direction]
-
-    def width(*shape: Any, sm_count: int = SM_COUNT) -> tuple[int, int]:
-        """Of a column, in channels, and how many CTAs share one."""
-        tile = dict(chosen(kernel, posed(direction, *shape), sm_count).statics)
-        channels = int(tile["lanes_across"]) * int(tile["vector"])
-        return channels, int(tile.get("ctas_per_column", 1))
-
-    for dtype in ("bfloat16", "float32"):
-        assert width(8, 4096, 2560, dtype) == (32, 1)
-        assert width(16, 2048, 1024, dtype) == (32, 1)
-        assert width(1, 65536, 2048, dtype) == (16, 1)
-        assert width(1, 8192, 2560, dtype) == (16 if direction == "forward" else 32, 1)
-    assert width(2, 8192, 2560, "float32") == (32, 1)
-    assert width(2, 8192, 2560, "bfloat16") == (16 if direction == "forward" else 32, 1)
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_few_columns_are_shared_where_such_tiles_are_at_hand(direction: Direction) -> None:
-    """Wheels have none of them."""
-    kernel = KERNELS[direction]
-
-    def ctas(*shape: Any, sm_count: int = SM_COUNT) -> int:
-        problem = posed(direction, *shape)
-        tile = dict(cheapest(kernel, kernel.every, problem, sm_count).statics)
-        return int(tile.get("ctas_per_column", 1))
-
-    assert ctas(1, 65536, 2048, "bfloat16") == 4
-    assert ctas(1, 65536, 2048, "float32") == 1
-    assert ctas(1, 65536, 2048, "bfloat16", sm_count=100) == 1
-    assert ctas(1, 128, 2048, "bfloat16") == 1  # CTAs of a column would have no tile
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_odd_rows_packed_sequences_and_float16_are_for_the_generic_tile(
     direction: Direction,
 ) -> None:
@@ -108,7 +68,7 @@ def test_odd_rows_packed_sequences_and_float16_are_for_the_generic_tile(
         posed(direction, 1, 100, 2048, "bfloat16", sequences=3),
         posed(direction, 8, 4096, 2560, "float16"),
     ):
-        assert chosen(kernel, problem).text("access") == "generic"
+        assert cheapest(kernel, kernel.variants, problem).text("access") == "generic"
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 from gated_kernels import (
     BOUNDS,
-    OPTIONS,
     SHAPE,
     close,
     drawn,
@@ -50,33 +48,6 @@ def test_derivatives_of_derivatives(used: list[GatedScanProblem]) -> None:
     assert [p.direction for p in used] == ["forward", "backward"]
 
 
-def test_a_model_learns(used: list[GatedScanProblem]) -> None:
-    """An optimizer's steps are those of the composition."""
-    torch.manual_seed(0)
-    x, target = torch.randn(2, 12, 4), torch.randn(2, 12, 6)
-
-    def trained(backend: Any) -> tuple[list[float], Tensor]:
-        torch.manual_seed(1)
-        project = torch.nn.Linear(4, 18)
-        a_param = torch.nn.Parameter(torch.rand(6))
-        optimizer = torch.optim.AdamW([*project.parameters(), a_param], lr=1e-2)
-        losses = []
-        for _ in range(5):
-            optimizer.zero_grad()
-            out = rg_lru(*project(x).chunk(3, -1), a_param, dim=1, backend=backend)
-            loss = (out - target).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses, a_param.detach()
-
-    (losses, a_param), (expected, of_a) = trained("auto"), trained("reference")
-    assert [p.direction for p in used] == ["forward", "backward"] * 5
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
-    torch.testing.assert_close(a_param, of_a)
-    assert losses[-1] < losses[0]
-
-
 def test_what_a_hook_lays_otherwise(used: list[GatedScanProblem]) -> None:
     tensors = drawn("min_gru", torch.float32)
     wide = [t.double().requires_grad_() for t in tensors[:2]]
@@ -85,49 +56,6 @@ def test_what_a_hook_lays_otherwise(used: list[GatedScanProblem]) -> None:
         out = min_gru(*leaves)
     found = torch.autograd.grad(out.sum(), leaves)
     close([*found], [*torch.autograd.grad(min_gru(*wide).sum(), wide)], torch.float32)
-
-
-def test_what_torch_compiles(used: list[GatedScanProblem]) -> None:
-    """One graph, forwards and backwards, whose operators run kernels."""
-    tensors = drawn("rg_lru", torch.float32)
-    reset = OPTIONS["resets"]["reset"]
-
-    def function(*leaves: Tensor) -> Tensor:
-        *inputs, initial = leaves
-        made = gated_scan("rg_lru", *inputs, initial_state=initial, reset=reset)
-        assert isinstance(made, Tensor)
-        return made * 2
-
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    leaves = [t.requires_grad_() for t in tensors]
-    found = torch.autograd.grad(compiled(*leaves).sum(), leaves)
-    assert [p.direction for p in used] == ["forward", "backward"]
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    close([*found], [*torch.autograd.grad(function(*wide).sum(), wide)], torch.float32)
-
-
-def test_two_threads(used: list[GatedScanProblem]) -> None:
-    """Each with shapes of its own, in turn."""
-    failures: list[BaseException] = []
-
-    def work(time: int) -> None:
-        try:
-            for _ in range(10):
-                gate, hidden = (torch.randn(2, 8, time, requires_grad=True) for _ in range(2))
-                out = min_gru(gate, hidden)
-                out.sum().backward()
-                wide = gate.detach().double(), hidden.detach().double()
-                assert relative_error(out.detach(), min_gru(*wide)) <= 2e-6
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(time,)) for time in (20, 40)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert len(used) == 40
 
 
 def test_where_no_kernel_fits_the_composition_runs(monkeypatch: pytest.MonkeyPatch) -> None:

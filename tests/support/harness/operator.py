@@ -26,6 +26,7 @@ class Operator:
     refused    by a name, arguments that are wrong, and the error and its words
     maps       arguments without a gradient that ``vmap`` takes
     keeps      whether nothing but inputs and outputs is kept for the backward pass
+    same_bits  whether results do not depend on the number of threads at all
     autocasts  whether autocast changes the dtypes
     forward_ad whether there are derivatives in forward mode
     """
@@ -40,6 +41,7 @@ class Operator:
     refused: ClassVar[Mapping[str, tuple[Mapping[str, Any], type[Exception], str]]] = {}
     maps: ClassVar[tuple[str, ...]] = ()
     keeps: ClassVar[bool] = True
+    same_bits: ClassVar[bool] = True
     autocasts: ClassVar[bool] = False
     forward_ad: ClassVar[bool] = True
     exact: ClassVar[torch.dtype] = torch.float64

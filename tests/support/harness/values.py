@@ -126,7 +126,8 @@ class Values(Operator):
             spoilt = call.tensors[name]
             if not spoilt.numel():
                 continue
-            spoilt.view(-1)[spoilt.numel() // 2] = value
+            place = spoilt.numel() // 2
+            spoilt.view(-1)[place] = value
             expected = results(self.right, call.wide())
             for level in levels():
                 with using(level):
@@ -136,12 +137,16 @@ class Values(Operator):
                     if result.startswith("output"):
                         assert torch.equal(out.isfinite(), right.isfinite()), (name, result)
                         assert out.is_complex() or torch.equal(out.isnan(), right.isnan()), name
-                    else:
-                        assert (out.isfinite() | ~right.isfinite()).all(), (name, result)
+                        continue
+                    fine = out.isfinite() | ~right.isfinite()
+                    if result == f"gradient of {name}":
+                        fine = fine.reshape(-1)
+                        fine[place] = True
+                    assert fine.all(), (name, result)
 
     # --- Threads ---
 
-    def test_threads_do_not_change_a_bit(self, few: str) -> None:
+    def test_threads_share_the_work(self, few: str) -> None:
         call = self.draw(few, self.large, torch.float32)
         usual, runs = torch.get_num_threads(), []
         with ExitStack() as after:
@@ -149,8 +154,10 @@ class Values(Operator):
             for threads in (1, 2, 5):
                 torch.set_num_threads(threads)
                 runs.append(results(self.run, call))
+        slack = 0.0 if self.same_bits else 1e-4
         for other in runs[1:]:
-            assert all(torch.equal(other[name], out) for name, out in runs[0].items())
+            for name, out in runs[0].items():
+                torch.testing.assert_close(other[name], out, rtol=slack, atol=slack)
 
     def test_calls_in_several_threads(self, few: str) -> None:
         call = self.draw(few, self.small, torch.float32)

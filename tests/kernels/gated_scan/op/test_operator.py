@@ -22,7 +22,6 @@ from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op.bench import (
     BASELINES,
     BENCHMARK,
-    COMPILED,
     EAGER,
     SIZES,
     TIMED,
@@ -223,16 +222,6 @@ def test_cases() -> None:
             Case.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("kind", "forward", "backward"),
-    [("min_gru", 3, 6), ("hgrn", 3, 6), ("min_lstm", 4, 8), ("rg_lru", 4, 8)],
-)
-def test_what_has_to_move(kind: str, forward: int, backward: int) -> None:
-    case = Case.parse(f"{kind}:time_last:2,8,5:bf16")
-    assert [case.traffic(each) for each in BENCHMARK.passes] == [160 * forward, 160 * backward]
-    assert [sum(case.moves(each)) for each in BENCHMARK.passes] == [forward, backward]
-
-
 @pytest.mark.parametrize("layout", ["time_last", "channel_last"])
 @pytest.mark.parametrize("kind", TIMED)
 def test_baselines_compute_the_same(kind: str, layout: str) -> None:
@@ -250,20 +239,6 @@ def test_baselines_compute_the_same(kind: str, layout: str) -> None:
     for baseline in BASELINES:
         refused = (kind, layout) != ("hgrn", "channel_last")
         assert (baseline.refusal(case) is not None) == refused
-
-
-def test_what_compiles_is_called_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reset: list[None] = []
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: reset.append(None))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
-    case = Case.parse("min_gru:channel_last:2,6,20:float32")
-    for direction in BENCHMARK.passes:
-        make = COMPILED.kernel_call(case, direction, CPU)
-        assert make is not None
-        call = make()
-        assert call() is not None
-        assert call() is not None
-    assert len(reset) == len(BENCHMARK.passes)
 
 
 def test_targets() -> None:
