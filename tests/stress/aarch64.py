@@ -59,7 +59,7 @@ RUNS: Mapping[str, tuple[str | Path, ...]] = {
     "kernels": (TESTS / "ops" / "cpu" / "test_right.py",),
     "operators": tuple(sorted((ROOT / "tests" / "kernels").glob("*/op/test_cpu.py"))),
     "networks": (
-        ROOT / "tests" / "kernels" / "rnn" / "op" / "test_function.py",
+        ROOT / "tests" / "kernels" / "rnn" / "op" / "test_rnn.py",
         TESTS / "nn" / "test_modules.py",
     ),
 }

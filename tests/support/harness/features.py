@@ -105,7 +105,7 @@ class Features(Operator):
             own = [t for t in (*leaves.arguments.values(), *outputs) if isinstance(t, Tensor)]
             most = sum(t.untyped_storage().nbytes() for t in own)
             assert sum(saved.values()) <= most
-        again = checkpoint(self.run, use_reentrant=False, **leaves.arguments)
+        again = checkpoint(lambda: self.run(**leaves.arguments), use_reentrant=False)
         for name, grad in gradients(again, leaves).items():
             assert torch.equal(grad, expected[name])
 

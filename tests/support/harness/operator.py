@@ -24,6 +24,9 @@ class Operator:
     large      one that is worth several threads
     empty      without elements
     refused    by a name, arguments that are wrong, and the error and its words
+    initial    arguments that hold a state for each sequence; a piece of a sequence takes the first of them from the one before
+    packing    arguments that a packed sequence by itself does not have
+    spoilt     tensors of which one number that is not finite makes what it does in the reference; all of them if None
     maps       arguments without a gradient that ``vmap`` takes
     keeps      whether nothing but inputs and outputs is kept for the backward pass
     same_bits  whether results do not depend on the number of threads at all
@@ -39,6 +42,9 @@ class Operator:
     large: ClassVar[Any]
     empty: ClassVar[tuple[Any, ...]] = ()
     refused: ClassVar[Mapping[str, tuple[Mapping[str, Any], type[Exception], str]]] = {}
+    initial: ClassVar[tuple[str, ...]] = ("initial_state",)
+    packing: ClassVar[tuple[str, ...]] = ("cu_seqlens",)
+    spoilt: ClassVar[tuple[str, ...] | None] = None
     maps: ClassVar[tuple[str, ...]] = ()
     keeps: ClassVar[bool] = True
     same_bits: ClassVar[bool] = True
@@ -92,14 +98,14 @@ class Operator:
         """Steps of all sequences, or a packed sequence by itself."""
 
         def part(name: str, value: Any) -> Any:
-            if name == "initial_state" and value is not None and number is not None:
+            if name in self.initial and value is not None and number is not None:
                 return self.state(call, value, number)
             if not isinstance(value, Tensor) or (dim := self.time(call, name)) is None:
                 return value
             times = 2 if name in self.paired(call) else 1
             return value.narrow(dim, begin * times, (end - begin) * times)
 
-        others = {n: v for n, v in call.others.items() if n != "cu_seqlens"}
+        others = {n: v for n, v in call.others.items() if n not in self.packing}
         return Call(
             {n: part(n, t) for n, t in call.tensors.items()},
             {n: part(n, v) for n, v in others.items()},
@@ -108,6 +114,10 @@ class Operator:
     def paired(self, call: Call) -> tuple[str, ...]:
         """Arguments that have two numbers for each step."""
         return ()
+
+    def in_pieces(self, case: str) -> bool:
+        """Whether a piece of a sequence needs no more of those before it than their final state."""
+        return True
 
     def bounds(self, call: Call) -> list[tuple[int, int]]:
         return [*pairwise(call.others["cu_seqlens"].tolist())]
@@ -121,7 +131,7 @@ class Operator:
         values: dict[str, Any] = {
             "case": [*self.cases],
             "packed": [case for case in self.cases if self.packed(case)],
-            "whole": [case for case in self.cases if not self.packed(case)],
+            "whole": [c for c in self.cases if not self.packed(c) and self.in_pieces(c)],
             "dtype": [*self.tolerance],
             "refusal": [*self.refused],
             "place": [*PLACES],

@@ -45,7 +45,7 @@ class Sequences(Operator):
             for begin, end in reversed(cuts) if call.others.get("reverse") else cuts:
                 own = self.cut(leaves, begin, end).arguments | more
                 out, last = self.run(**own)
-                more = {"initial_state": last}
+                more = {self.initial[0]: last}
                 parts.append(out)
             return torch.cat(parts[::-1] if call.others.get("reverse") else parts, dim), last
 
@@ -59,7 +59,7 @@ class Sequences(Operator):
         timed = [n for n in call.tensors if self.time(call, n) is not None]
         for value in self.cut(spoilt, begin, end, number).tensors.items():
             name, part = value
-            if name in timed or name == "initial_state":
+            if name in timed or name in self.initial:
                 part.fill_(math.nan)
         actual = results(self.run, spoilt)
         for name in ["output 0", *(f"gradient of {n}" for n in timed)]:

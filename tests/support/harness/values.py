@@ -121,7 +121,8 @@ class Values(Operator):
         self, few: str, value: float
     ) -> None:
         """And gradients are finite where those of the reference are."""
-        for name in self.draw(few, self.small, torch.float32).tensors:
+        every = self.draw(few, self.small, torch.float32).tensors
+        for name in every if self.spoilt is None else every.keys() & {*self.spoilt}:
             call = self.draw(few, self.sizes[0], torch.float32)
             spoilt = call.tensors[name]
             if not spoilt.numel():
