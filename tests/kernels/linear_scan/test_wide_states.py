@@ -58,8 +58,9 @@ def trials() -> tuple[cases.Trial, ...]:
     settings = (*SETTINGS, MIXED)
     posed = product(enumerate(SHAPES), enumerate(settings))
     return tuple(
-        trial(shape, setting, *EXTREMES[(number + turn) % 2])
+        trial(shape, setting, *EXTREMES[number // 2])
         for (number, shape), (turn, setting) in posed
+        if number == 1 or (number + turn) % 2 == 0
     )
 
 

@@ -15,14 +15,13 @@ from selecting import in_memory
 
 from scan_registry.diagnostics.explanation import explain_for
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.routes import faster_apart, select_route
+from scan_registry.dispatch.routes import select_route
 from scan_registry.dispatch.select import Decision, System, select
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import routes
 from scan_registry.kernels.linear_scan.op import copies, plans
 from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.linear_scan.op.copies import on_copies
-from scan_registry.kernels.linear_scan.op.layout import KernelCall
 from scan_registry.kernels.linear_scan.op.operator import OPERATOR
 from scan_registry.kernels.linear_scan.op.problems import StateLayout, make_kernel_call
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
@@ -30,7 +29,6 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.tuning import Row, Tuning
 from scan_registry.ops import call as engine
-from scan_registry.runtime import loader
 
 CPU = torch.device("cpu")
 
@@ -136,27 +134,6 @@ def test_who_wants_no_other_way_gets_none(there: System, a_device: Describe) -> 
     assert (found.backend, found.lowest) == ("cuda", Tier.EXACT)
 
 
-@pytest.mark.parametrize(("shape", "is_apart"), [("1,16,1048576", True), ("8,1024,8192", False)])
-def test_two_kernels_take_the_place_of_a_serial_one(
-    there: System, shape: str, is_apart: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the gradient of gates that do not change, which a kernel may sum up itself: a CTA for each column."""
-    case = Case.parse(f"channel_last:{shape}:bfloat16:gates=channel")
-    fused, apart = OPERATOR.posed(case, "backward")
-    both, first = select(there, FAMILY, fused), select_route(there, FAMILY, apart)
-    assert both.launches
-    assert faster_apart(both, first) == is_apart
-    assert not faster_apart(both, replace(first, winner=replace(first.taken(), tier=Tier.JIT)))
-    gates = meta(case.channels, dtype=torch.bfloat16).requires_grad_()
-    found = explain_for(there, "linear_scan", gates, meta(*case.shape, dtype=gates.dtype), dim=1)
-    assert len(found.steps) == 2 + is_apart
-    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
-    ready = SimpleNamespace(launch=1, run=print, decision=SimpleNamespace(route=None))
-    monkeypatch.setattr(plans, "prepare", lambda *_, **__: ready)
-    run = plans._plan_sums(KernelCall(apart, ()), torch.device("cuda", 0), "auto")
-    assert (run is None) == is_apart
-
-
 def test_problems_without_a_route() -> None:
     slow = posed("channel_last:1,11,65508:float32")
     assert [each.name for each in FAMILY.routes(slow)] == ["padded"]
@@ -185,29 +162,6 @@ def test_what_was_tuned_is_compared_by_its_measured_time(
     tuned.__dict__["tuned"] = {kernel.head: (Tuning.of("sm_90", "Imaginary", "2026-01-31", rows),)}
     found = select_route(replace(there, tuned=tuned), FAMILY, problem)
     assert (found.route is not None) == is_copied
-
-
-def test_nothing_is_known_by_a_model_that_lacks_the_bandwidth(there: System) -> None:
-    """As that of an archive of another version may; packed sequences need no other coefficient."""
-    problem = posed("channel_last:1,9,857512:bfloat16:sequences=862")
-    (route,) = (each for each in FAMILY.routes(problem) if each.name == "rows")
-    taken = select(there, FAMILY, route.problem).taken()
-    assert taken.kernel is not None
-    assert taken.text is not None
-    how: Any = (taken.kernel, taken.text, route.problem, route, 132)
-    assert FAMILY.estimate({"gpu": {"sm_count": 132.0, "bandwidth": 4e9}}, *how) is not None
-    assert FAMILY.estimate({"gpu": {"sm_count": 132.0}}, *how) is None
-    assert FAMILY.estimate({}, *how) is None
-    # The problem's own kernel was timed, and that of a route has no model.
-    own = select(there, FAMILY, problem).taken()
-    assert own.kernel is not None
-    assert own.variant is not None
-    assert own.kernel.tunable.shape is not None
-    shape, label = own.kernel.tunable.shape(problem), own.kernel.label(own.variant)
-    rows = {shape.kind: [Row(shape.sizes, {label: 1e3})]}
-    tuning = Tuning.of("sm_90", "Imaginary", "2026-01-31", rows)
-    there.archives[0].__dict__["tuned"] = {own.kernel.head: (replace(tuning, model={"rows": {}}),)}
-    assert select_route(replace(there, toolchains=None), FAMILY, problem).route is None
 
 
 def test_a_route_is_explained(there: System) -> None:
@@ -415,34 +369,3 @@ def test_without_memory_for_copies_there_are_none(monkeypatch: pytest.MonkeyPatc
     (route,) = FAMILY.routes(problem)
     with pytest.raises(torch.OutOfMemoryError):
         on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
-
-
-def test_strided_memory_around_a_tensor_is_not_touched() -> None:
-    """Tensors that are parts of larger ones."""
-    case = Case.parse("channel_last:2,11,100:float32")
-    gates, tokens, _ = tensors_of(case)
-    base = torch.full((2, 100, 16), 7.0)
-    states = base[..., 2:13]
-    call = make_kernel_call("forward", gates, {"tokens": tokens}, None, -2, False)
-    problem = call.problem
-    own = replace(problem.strides_of("states"), batch=1600, time=16)
-    problem = replace(problem, strides=(*problem.strides[:2], own, problem.strides[-1]))
-    (route,) = FAMILY.routes(problem)
-    run = plans.runner(route.problem, CPU, "auto")
-    assert callable(run)
-    on_copies(problem, route, run)({"gates": gates, "tokens": tokens, "states": states})
-    expected, _ = plans.forward(gates, tokens, None, None, plans.Options(-2))
-    assert torch.equal(states, expected)
-    assert (base[..., :2] == 7).all()
-    assert (base[..., 13:] == 7).all()
-
-
-def test_of_dispatch(there: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``decide`` looks at routes only for who asks, as the variants of a tool run on the tensors as they are."""
-    monkeypatch.setattr(loader, "system", lambda *_, **__: there)
-    problem = posed("channel_last:1,11,65508:float32")
-    how: Any = (0, FAMILY, problem, "auto", Tier.REFERENCE)
-    assert loader.decide(*how).problem == problem
-    found = loader.decide(*how, routed=True)
-    assert found.route is not None
-    assert found.route == select_route(there, FAMILY, problem).route
