@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from by_path import load
 
 
@@ -23,17 +21,6 @@ def cuda_emulator(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     module.shared = (base.parent if several else base) / "emulated"
     module.shared.mkdir(exist_ok=True)
     return module
-
-
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    """Deterministic algorithms, under which torch fills with NaN what it leaves uninitialised."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ package, and what to try them on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -145,15 +145,3 @@ def drawn(
         "cu_seqlens": bounds,
     }
     return Call(kind, tuple(t.requires_grad_() for t in tensors), options)
-
-
-def every_option() -> Iterator[dict[str, Any]]:
-    """Each by itself, and all together; both layouts."""
-    names = "initial", "resets", "packed", "reverse"
-    for dim in (-1, 1):
-        yield {"dim": dim}
-        yield {"dim": dim, **dict.fromkeys(names, True)}
-        for name in names:
-            yield {"dim": dim, **dict.fromkeys(names, True), name: False}
-    for name in names:
-        yield {"dim": -2, name: True}

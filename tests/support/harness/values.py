@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -41,30 +43,34 @@ class Values(Operator):
                     )
 
     def test_other_strides(self, few: str, place: str) -> None:
-        """Of each tensor by itself, and of gradients."""
+        """Of each argument by itself; of all of them in every dtype; and of gradients of outputs."""
         torch.manual_seed(0)
         call = self.draw(few, self.sizes[0], self.exact)
         expected = results(self.run, call)
         for name, t in call.arguments.items():
             if isinstance(t, Tensor) and t.dim() and t.numel():
-                self._lying(call, name, PLACES[place](t), expected)
-        leaves = call.leaves()
-        outputs = self.run(**leaves.arguments)
-        seeds = [PLACES[place](w) if w.dim() and w.numel() else w for w in weights(outputs)]
-        exactly(gradients(outputs, leaves, seeds), gradients(self.run(**leaves.arguments), leaves))
+                exactly(self.lying(call, place, [name]), expected)
+        for dtype in self.tolerance:
+            call = self.draw(few, self.sizes[0], dtype)
+            exact = results(self.right, call.wide())
+            for level in levels():
+                with using(level):
+                    actual = self.lying(call, place, call.arguments)
+                close(actual, exact, lambda n, out: self.slack(n, out, dtype), (dtype, level))  # noqa: B023
 
-    def _lying(self, call: Call, name: str, t: Tensor, expected: dict[str, Tensor]) -> None:
-        arguments = {**call.arguments, name: t}
-        other = Call(
-            {n: arguments[n] for n in call.tensors}, {n: arguments[n] for n in call.others}
-        )
-        leaves = Call(
-            {n: x.detach().requires_grad_() for n, x in other.tensors.items()}, other.others
-        )
+    def lying(self, call: Call, place: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """The results if some arguments, and gradients of outputs, lie elsewhere in memory."""
+
+        def put(t: Any) -> Any:
+            fits = isinstance(t, Tensor) and t.dim() and t.numel()
+            return PLACES[place](t).detach() if fits else t
+
+        arguments = {n: put(x) if n in names else x for n, x in call.arguments.items()}
+        tensors = {n: arguments[n].detach().requires_grad_() for n in call.tensors}
+        leaves = Call(tensors, {n: arguments[n] for n in call.others})
         outputs = self.run(**leaves.arguments)
-        exactly(
-            {f"output {n}": x for n, x in enumerate(outputs)} | gradients(outputs, leaves), expected
-        )
+        grads = gradients(outputs, leaves, map(put, weights(outputs)))
+        return {f"output {n}": x.detach() for n, x in enumerate(outputs)} | grads
 
     def test_only_what_is_wanted(self, case: str) -> None:
         """Gradients of one output, and in one tensor, are those that all have together."""

@@ -117,6 +117,10 @@ class TestRnn(OperatorTests):
         nothing = wx.new_zeros(count, *wx.shape[:2], *wx.shape[3:])
         return torch.cat(parts, 2) if parts else nothing, torch.cat(finals, 2)
 
+    def slack(self, name: str, out: Tensor, dtype: torch.dtype) -> float:
+        exact = out.dtype == torch.float32 and "output" in name
+        return 2e-6 if exact else super().slack(name, out, dtype)
+
     def on_gpu(self, call: Call) -> bool:
         return call.others["cu_seqlens"] is None
 
