@@ -22,9 +22,8 @@ from scan_registry.kernels.model import Problem
 from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.op import buffers as step_buffers
 from scan_registry.kernels.rnn.op import plans as rnn_plans
-from scan_registry.kernels.rnn.op import problems as rnn_problems
 from scan_registry.kernels.rnn.op import steps as rnn_steps
-from scan_registry.kernels.rnn.op.arguments import FUNCTIONS, WAYS
+from scan_registry.kernels.rnn.op.arguments import FUNCTIONS
 from scan_registry.kernels.rnn.op.buffers import BufferPool
 from scan_registry.kernels.rnn.problem import SIZES, Function, RnnProblem
 from scan_registry.nn import torch_cells
@@ -260,14 +259,6 @@ def test_how_tensors_lie(play: Play, scope: str) -> None:
             assert (strides["states_time"] > strides["states_batch"]) == (name == "time first")
 
 
-def test_a_gradient_of_any_layout(play: Play) -> None:
-    inputs = draw("lstm", (3, 5, 2, 16))
-    wanted = torch.autograd.grad(rnn(*inputs)[0].sum(), inputs)
-    play("sequence")
-    for got, want in zip(torch.autograd.grad(rnn(*inputs)[0].sum(), inputs), wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
 def test_a_plan_is_made_once(play: Play) -> None:
     inputs = draw("lstm", (3, 5, 2, 16))
     solved = play("sequence")
@@ -371,21 +362,3 @@ def test_short_of_memory_a_call_is_tried_again_without_kept_buffers(
     rnn(*draw("gru", (2, 3, 1, 16)), function="gru")  # what is in the way
     monkeypatch.setattr(Kernel, "step_forward", full)
     assert torch.equal(rnn(*given)[0], expected)
-
-
-def test_buffers_of_wide_networks_hold_fewer_steps(play: Play) -> None:
-    """As many as make 32 MiB of the sequence, from 4 to 64."""
-    chunk = rnn_steps.chunk_steps
-    assert chunk("forward", "lstm", 16, 1024, 2, True) == 64
-    assert chunk("forward", "lstm", 256, 2048, 2, True) == 4
-    assert chunk("backward", "lstm", 64, 2048, 2, True) == 10
-
-
-def test_what_each_backend_tries() -> None:
-    inputs = draw("lstm", (3, 5, 2, 16))
-    tensors = {"inputs": inputs[0], "states": torch.zeros(2, 3, 5, 2, 16), "cache": inputs[0]}
-    from scan_registry.kernels.rnn.op.arguments import Options
-
-    for backend, ways in WAYS.items():
-        posed = rnn_problems.alternatives("forward", Options("lstm", backend), tensors, True)
-        assert [(problem.scope, tried) for problem, tried in posed] == [*ways]  # type: ignore[attr-defined]

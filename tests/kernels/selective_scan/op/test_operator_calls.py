@@ -122,16 +122,6 @@ def test_matches_plain_torch(
     assert [[plan is not None for plan in each] for each in plans] == [[True] * quickly] * 2
 
 
-def test_the_final_state_is_made_if_it_is_asked_for(play: Play) -> None:
-    tensors = drawn(torch.float32)
-
-    def alone(leaves: list[Any], _: Any) -> Any:
-        return (selective_scan(*leaves[:8], True, leaves[8]),)
-
-    play()
-    compare(results(tensors, None, alone), tensors, None, torch.float32, final=False)
-
-
 def test_only_what_is_wanted(play: Play) -> None:
     play()
     tensors = drawn(torch.float32)
@@ -186,20 +176,6 @@ def test_what_the_fast_path_leaves_to_others(play: Play, monkeypatch: pytest.Mon
     out = selective_scan(*tensors[:5], cu_seqlens=bounds)
     assert relative_error(out, reference.forward(*wide, cu_seqlens=bounds)[0]) <= 2e-6
     assert set(plans) == {None}
-
-
-def test_derivatives_of_derivatives_of_the_fast_path(play: Play) -> None:
-    play()
-    tensors = [t.requires_grad_() for t in drawn(torch.float32, rank=3, groups=1)]
-
-    def second(function: Any, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        out = function(leaves, None)[0]
-        grads = torch.autograd.grad(out.sin().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum((g**2).sum() for g in grads), leaves)
-
-    wide = [t.detach().double().requires_grad_() for t in tensors]
-    for found, wanted in zip(second(call, tensors), second(right, wide), strict=True):
-        assert relative_error(found, wanted) <= 1e-4
 
 
 def test_training_after_a_change_of_an_input_is_refused(play: Play) -> None:
