@@ -129,17 +129,17 @@ class Operator:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         values: dict[str, Any] = {
-            "case": [*self.cases],
-            "packed": [case for case in self.cases if self.packed(case)],
-            "whole": [c for c in self.cases if not self.packed(c) and self.in_pieces(c)],
-            "dtype": [*self.tolerance],
-            "refusal": [*self.refused],
-            "place": [*PLACES],
-            "few": [*self.few],
-            "first": [next(iter(self.cases))],
+            "case": lambda: [*self.cases],
+            "packed": lambda: [case for case in self.cases if self.packed(case)],
+            "whole": lambda: [c for c in self.cases if not self.packed(c) and self.in_pieces(c)],
+            "dtype": lambda: [*self.tolerance],
+            "refusal": lambda: [*self.refused],
+            "place": lambda: [*PLACES],
+            "few": lambda: [*self.few],
+            "first": lambda: [next(iter(self.cases))],
         }
-        for name in values.keys() & {*metafunc.fixturenames}:
-            metafunc.parametrize(name, values[name], ids=str)
+        for name in sorted(values.keys() & {*metafunc.fixturenames}):
+            metafunc.parametrize(name, values[name](), ids=str)
 
 
 def _reversed(x: Tensor) -> Tensor:

@@ -119,14 +119,6 @@ def test_no_memory_is_kept(options):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_inputs_are_not_written():
-    for packed in (False, True):
-        tensors, bounds = with_states(2, 64, 640, dim=2, packed=packed)
-        copies = [t.detach().clone() for t in tensors]
-        scan_registry.linear_scan(*tensors, cu_seqlens=bounds).sum().backward()
-        assert all(map(torch.equal, tensors, copies))
-
-
 # --- Sizes ------------------------------------------------------------------------------------
 
 

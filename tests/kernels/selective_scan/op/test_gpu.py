@@ -338,32 +338,6 @@ def test_every_stream_and_two_threads() -> None:
             assert torch.equal(one, other)
 
 
-def test_steps_of_an_optimizer() -> None:
-    given = drawn((2, 16, 64, 8, 1), torch.float32)
-    wanted = selective_scan(**given, delta_softplus=True)
-    learnt = {name: t.clone() for name, t in given.items()}
-    learnt |= {name: learnt[name] + 0.3 for name in ("B", "D", "delta_bias")}
-    parameters = [learnt[name].requires_grad_() for name in ("A", "B", "D", "delta_bias")]
-    optimizer = torch.optim.Adam(parameters, lr=0.02)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = (selective_scan(**learnt, delta_softplus=True) - wanted).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 20
-
-
-def test_under_autocast() -> None:
-    given = drawn((2, 32, 64, 16, 1), torch.bfloat16)
-    expected = results(given, False, delta_softplus=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        found = results(given, False, delta_softplus=True)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["", "training"])
 def test_the_operator_is_as_torch_wants_it(training: bool) -> None:
     given = [t.requires_grad_(training) for t in drawn((2, 8, 40, 4, 1), torch.float32).values()]
