@@ -22,6 +22,7 @@ def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 class Features(Operator):
+    @pytest.mark.slow
     @pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
     def test_compiled_into_one_graph(self, few: str, dynamic: bool) -> None:
         """With the same results and gradients, and outputs that lie as they did."""
@@ -46,6 +47,7 @@ class Features(Operator):
             torch.testing.assert_close(t.grad, other.tensors[name].grad)
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_operators_are_as_torch_wants_them(self, few: str) -> None:
         for operator, arguments, tests in self.checks(few):
             torch.library.opcheck(operator, arguments, test_utils=tests)
