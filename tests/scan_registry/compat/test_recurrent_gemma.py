@@ -200,13 +200,6 @@ def test_a_layer(gemma: ModuleType, with_state: bool, device: str) -> None:
         agree(found, expected)
 
 
-def test_positions_may_be_the_same_for_the_batch(gemma: ModuleType) -> None:
-    layer, (x, positions) = layer_of(gemma), sequence()
-    expected = differentiated(layer, x, positions[:1])
-    compat.install("recurrent_gemma")
-    agree(differentiated(layer, x, positions[:1]), expected)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_roots_slope_is_bounded(gemma: ModuleType, device: str) -> None:
     """Where a is 1 in float32: the slope of √(1 − a²) would be infinite."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import os
 import subprocess
@@ -17,7 +16,6 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.policy import (
     LEVELS,
-    FallbackWarning,
     Level,
     as_required,
     lowest,
@@ -39,21 +37,6 @@ def test_everything_is_allowed_unless_something_is_required() -> None:
     assert policy.required.get() is None
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_level_holds_within_its_block(level: Level) -> None:
-    with require(level):
-        assert lowest() is LEVELS[level]
-    assert lowest() is Tier.REFERENCE
-
-
-def test_levels_are_ordered_as_tiers_are() -> None:
-    assert list(LEVELS) == ["exact", "aot", "same-major", "ptx", "jit", "reference"]
-    assert list(LEVELS.values()) == sorted(LEVELS.values())
-    assert LEVELS["aot"] is LEVELS["same-major"] is Tier.SAME_MAJOR
-    assert {str(tier): tier for tier in Tier}.items() <= LEVELS.items()
-    assert LEVELS["reference"] is max(Tier)
-
-
 @pytest.mark.parametrize("outer", LEVELS)
 @pytest.mark.parametrize("inner", LEVELS)
 def test_the_strictest_of_nested_levels_holds(outer: Level, inner: Level) -> None:
@@ -64,8 +47,7 @@ def test_the_strictest_of_nested_levels_holds(outer: Level, inner: Level) -> Non
         assert lowest() is LEVELS[outer]
 
 
-@pytest.mark.parametrize("variable", LEVELS)
-@pytest.mark.parametrize("inner", LEVELS)
+@pytest.mark.parametrize(("variable", "inner"), [*zip(LEVELS, [*LEVELS][::-1], strict=True)])
 def test_the_environment_is_one_more_level(
     environment: pytest.MonkeyPatch, variable: Level, inner: Level
 ) -> None:
@@ -82,12 +64,7 @@ def test_the_environment_is_read_once(environment: pytest.MonkeyPatch) -> None:
     assert lowest() is Tier.PTX
 
 
-def test_an_empty_variable_requires_nothing(environment: pytest.MonkeyPatch) -> None:
-    environment.setenv(policy.VARIABLE, "")
-    assert lowest() is Tier.REFERENCE
-
-
-@pytest.mark.parametrize("value", ["AOT", "closest", "none", "aot ", "0"])
+@pytest.mark.parametrize("value", ["AOT", "aot ", "0"])
 def test_an_unknown_level_in_the_environment(environment: pytest.MonkeyPatch, value: str) -> None:
     environment.setenv(policy.VARIABLE, value)
     for _ in range(2):  # it stays wrong
@@ -106,12 +83,6 @@ def test_an_unknown_level(value: object) -> None:
     ) as caught:
         require(value)  # type: ignore[arg-type]
     assert f"level is {value!r}" in str(caught.value)
-    assert lowest() is Tier.REFERENCE
-
-
-def test_an_exception_ends_the_block() -> None:
-    with pytest.raises(KeyError), require("aot"):
-        raise KeyError("something else")
     assert lowest() is Tier.REFERENCE
 
 
@@ -145,19 +116,6 @@ def test_threads_have_levels_of_their_own() -> None:
     assert copied.run(lowest) is Tier.SAME_MAJOR
 
 
-def test_tasks_have_levels_of_their_own() -> None:
-    async def strict(level: Level) -> Tier:
-        with require(level):
-            await asyncio.sleep(0.01)
-            return lowest()
-
-    async def main() -> list[Tier]:
-        return await asyncio.gather(*(strict(level) for level in LEVELS))
-
-    assert asyncio.run(main()) == list(LEVELS.values())
-    assert lowest() is Tier.REFERENCE
-
-
 def test_a_backward_pass_keeps_to_the_level_of_its_forward_pass() -> None:
     """``as_required`` is what was required elsewhere, whatever is required here."""
     with require("aot"):
@@ -186,11 +144,3 @@ print(policy.lowest(), "torch" in sys.modules)
         check=True,
     )
     assert done.stdout.split() == ["same-major", "False"]
-
-
-def test_the_warning_is_the_users_to_filter() -> None:
-    import scan_registry
-
-    assert scan_registry.FallbackWarning is FallbackWarning
-    assert issubclass(FallbackWarning, UserWarning)
-    assert scan_registry.require is require

@@ -17,7 +17,6 @@ from selecting import (
     Factory,
     Make,
     a_problem,
-    binary_of,
     decide,
     in_memory,
     told,
@@ -37,25 +36,14 @@ from scan_registry.kernels.model import Language, Variant
     [
         (("ptx80", "sm80", "sm86", "sm90"), (8, 6), "sm_86", Tier.EXACT),
         (("ptx80", "sm80", "sm90"), (8, 6), "sm_80", Tier.SAME_MAJOR),
-        (("sm80",), (8, 6), "sm_80", Tier.SAME_MAJOR),
         (("ptx80", "sm80", "sm86"), (8, 9), "sm_86", Tier.SAME_MAJOR),
-        (("ptx80", "sm90"), (8, 6), "compute_80", Tier.PTX),
-        (("ptx80", "sm80", "sm90"), (9, 0), "sm_90", Tier.EXACT),
-        (("ptx80", "sm80", "sm90"), (10, 0), "compute_80", Tier.PTX),
         (("ptx80", "ptx90"), (10, 0), "compute_90", Tier.PTX),
-        (("sm86", "sm80"), (8, 0), "sm_80", Tier.EXACT),
         # 8.7 is a Tegra system: desktop machine code does not run there.
         (("ptx80", "sm80", "sm86"), (8, 7), "compute_80", Tier.PTX),
         (("sm80", "sm86"), (8, 7), "sm_87", Tier.JIT),
-        (("ptx80", "sm100", "sm90"), (10, 3), "sm_100", Tier.SAME_MAJOR),
-        (("ptx80", "sm90"), (10, 3), "compute_80", Tier.PTX),
-        (("sm90",), (10, 3), "sm_103", Tier.JIT),
-        (("ptx80", "sm120", "sm100"), (12, 1), "sm_120", Tier.SAME_MAJOR),
-        (("ptx80", "sm100"), (12, 1), "compute_80", Tier.PTX),
         ((), (12, 1), "sm_121", Tier.JIT),
         # Later than what the compiler knows: PTX for the latest that it does.
         ((), (13, 0), "compute_121", Tier.JIT),
-        (("sm80", "sm86"), (11, 0), "compute_103", Tier.JIT),
     ],
 )
 def test_the_closest_tier_wins(
@@ -73,56 +61,10 @@ def test_the_closest_tier_wins(
         assert variant_of(chosen).language == "cuda"
 
 
-def test_too_old_a_gpu_gets_the_reference(archive_factory: Factory, a_device: Describe) -> None:
-    archives = [archive_factory(arch) for arch in ("ptx80", "sm80", "sm90")]
-    decision = decide(a_device((7, 5)), archives, toolchains=COMPILERS)
-    assert decision.taken() == Candidate(Tier.REFERENCE)
-    assert decision.launch() is None
-    assert told(decision, "ptx80.scanreg") == "compute_80 needs 8.0 or later, not 7.5"
-    for language in ("cuda", "triton"):
-        reason = "the kernels need compute capability 8.0; the device's is 7.5"
-        assert told(decision, f"{language} compiled here") == reason
-
-
 def test_nothing_but_the_reference_is_considered_on_the_cpu(archive_factory: Factory) -> None:
     decision = decide(None, [archive_factory("sm90")], toolchains=COMPILERS)
     assert decision.taken() == Candidate(Tier.REFERENCE)
     assert decision.rejected == ()
-
-
-@pytest.mark.parametrize(
-    ("capability", "archs", "tier", "target"),
-    [
-        # Triton's machine code from 9.0 up runs on one capability only.
-        ((10, 3), ("sm100", "ptx80"), Tier.PTX, "compute_80"),
-        ((10, 3), ("sm100",), Tier.JIT, "sm_103"),
-        ((12, 1), ("sm120", "ptx80"), Tier.PTX, "compute_80"),
-        ((12, 1), ("sm120",), Tier.JIT, "sm_121"),
-        ((8, 6), ("sm80",), Tier.SAME_MAJOR, "sm_80"),
-    ],
-)
-def test_the_tiers_for_triton(
-    a_binary: Make,
-    a_device: Describe,
-    capability: tuple[int, int],
-    archs: tuple[str, ...],
-    tier: Tier,
-    target: str,
-) -> None:
-    specific = {"sm100": "sm100a", "sm120": "sm120a"}
-    archives = [
-        in_memory(arch, [a_binary(TRITON[0], specific.get(arch, arch))[0]]) for arch in archs
-    ]
-    chosen = decide(a_device(capability), archives, backend="triton", toolchains=COMPILERS).taken()
-    assert (chosen.tier, str(chosen.target)) == (tier, target)
-
-
-def test_losers_of_a_later_tier_are_told_so(archive_factory: Factory, a_device: Describe) -> None:
-    archives = [archive_factory("sm80", variants=CUDA), archive_factory("ptx80", variants=CUDA)]
-    decision = decide(a_device((8, 6)), archives, toolchains=COMPILERS)
-    assert "tier ptx; the winner's is same-major" in told(decision, "for compute_80")
-    assert "tier jit; the winner's is same-major" in told(decision, "for sm_86")
-    assert told(decision, "the reference") == "tier reference; the winner's is same-major"
 
 
 def test_cuda_wins_over_triton_on_one_tier(archive_factory: Factory, a_device: Describe) -> None:
@@ -169,14 +111,6 @@ def test_the_spec_decides_among_equals(archive_factory: Factory, a_device: Descr
         assert variant_of(compiled.taken()) == best
 
 
-def test_a_closer_tier_beats_the_preferred_language(
-    archive_factory: Factory, a_device: Describe
-) -> None:
-    archives = [archive_factory("ptx80", variants=CUDA), archive_factory("sm90", variants=TRITON)]
-    chosen = decide(a_device(), archives, toolchains=COMPILERS).taken()
-    assert (variant_of(chosen).language, chosen.tier) == ("triton", Tier.EXACT)
-
-
 def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe) -> None:
     decision = decide(a_device(), [archive_factory("sm90")])
     variant = variant_of(decision.taken())
@@ -187,27 +121,10 @@ def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe)
 # --- Rejections -------------------------------------------------------------------------------
 
 
-def test_architecture_specific_code_stays_on_its_architecture(
-    archive_factory: Factory, a_device: Describe, a_binary: Make
-) -> None:
-    """Triton's sm_90a binaries lie in the archive of sm_90, beside CUDA's sm_90."""
-    both = [a_binary(TRITON[0], "sm90a"), a_binary(CUDA[0], "sm90")]
-    archive = archive_factory("sm90", both)
-    chosen = decide(a_device((9, 0)), [archive], backend="triton").taken()
-    assert (str(binary_of(chosen).target), chosen.tier) == ("sm_90a", Tier.EXACT)
-    # No 9.1 exists; were there one, sm_90 code would run on it and sm_90a code would not.
-    problem = a_problem(dtype=both[0][0].variant.text("dtype"))
-    decision = decide(a_device((9, 1)), [archive], problem)
-    assert str(binary_of(decision.winner).target) == "sm_90"
-    assert told(decision, "for sm_90a") == "sm_90a runs on 9.0 only; the device is 9.1"
-
-
 @pytest.mark.parametrize(
     ("arch", "capability", "reason"),
     [
         ("sm90a", (10, 0), "sm_90a runs on 9.0 only; the device is 10.0"),
-        ("sm86", (8, 0), "sm_86 runs on 8.6 and later 8.x; the device is 8.0"),
-        ("sm80", (8, 7), "sm_80 and the device's 8.7 are on different sides of Tegra"),
         ("ptx90", (8, 9), "compute_90 needs 9.0 or later, not 8.9"),
     ],
 )
@@ -292,69 +209,6 @@ def test_backend_pins_the_language(archive_factory: Factory, a_device: Describe)
     decision = decide(a_device(), [archive], backend="reference", toolchains=COMPILERS)
     assert decision.taken() == Candidate(Tier.REFERENCE)
     assert {r.reason for r in decision.rejected} == {"backend='reference' was asked for"}
-
-
-@pytest.mark.parametrize(
-    ("limit", "value", "changes", "reason"),
-    [
-        ("threads_per_block", 64, {}, "128 threads per block; the device has 64"),
-        (
-            "shared_memory_per_block",
-            100_000,
-            {"dynamic_shared": 99_000},
-            "100024 bytes of shared memory per block; the device has 100000",
-        ),
-        ("registers_per_block", 5119, {}, "5120 registers per block; the device has 5119"),
-        (
-            "driver",
-            (12, 4),
-            {"format_version": "8", "oldest_driver": (13, 0)},
-            "ELF ABI 8 for sm_90 needs a driver for CUDA 13.0; this one supports 12.4",
-        ),
-    ],
-)
-def test_a_binary_that_does_not_fit_is_rejected(
-    archive_factory: Factory,
-    a_device: Describe,
-    a_binary: Make,
-    limit: str,
-    value: object,
-    changes: dict[str, Any],
-    reason: str,
-) -> None:
-    archive = archive_factory("sm90", [a_binary(CUDA[0], **changes)])
-    problem = a_problem(dtype=CUDA[0].text("dtype"))
-    decision = decide(a_device(**{limit: value}), [archive], problem)
-    assert decision.rejected == (Rejected(f"{CUDA[0]} for sm_90", reason),)
-    assert decide(a_device(), [archive], problem).taken().tier is Tier.EXACT
-
-
-def test_ptx_that_the_driver_is_too_old_for(
-    archive_factory: Factory, a_device: Describe, a_binary: Make
-) -> None:
-    ptx = [a_binary(v, "ptx80", format_version="8.8", oldest_driver=(12, 9)) for v in CUDA]
-    archive = archive_factory("ptx80", ptx)
-    decision = decide(a_device((10, 0), driver=(12, 8)), [archive], toolchains=COMPILERS)
-    assert decision.taken().tier is Tier.JIT
-    reason = "PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; this one supports 12.8"
-    assert reason in told(decision, "for compute_80")
-
-
-def test_what_the_spec_does_not_accept(archive_factory: Factory, a_device: Describe) -> None:
-    archive = archive_factory("sm90", variants=CUDA)
-    problem = a_problem(1023, "float16", alignment=2)
-    decision = decide(a_device(), [archive], problem, toolchains=COMPILERS)
-    variant = variant_of(decision.taken())
-    assert (variant.text("dtype"), variant.text("access")) == ("float16", "generic")
-    assert "dtype float32, not float16" in told(decision, "dtype=float32")
-    reason = "rows are not made of whole chunks of 8 float16"
-    assert reason in told(decision, "dtype=float16,gates=float16,access=aligned")
-
-
-def test_other_kernels_are_not_mentioned(archive_factory: Factory, a_device: Describe) -> None:
-    decision = decide(a_device(), [archive_factory("sm90")])
-    assert len(decision.rejected) == len(CUDA)  # the other variants, and the reference
-    assert all(KERNEL in loser.subject for loser in decision.rejected[:-1])
 
 
 def test_more_blocks_than_a_grid_holds(archive_factory: Factory, a_device: Describe) -> None:

@@ -8,9 +8,7 @@ import pytest
 from imaginary import COMPILERS, FAMILY, MISSING
 from selecting import (
     CUDA,
-    EVERY_CUDA,
     KERNEL,
-    TRITON,
     Describe,
     Factory,
     Make,
@@ -18,13 +16,12 @@ from selecting import (
     decide,
     in_memory,
     told,
-    variant_of,
 )
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.policy import LEVELS, Level
-from scan_registry.dispatch.select import Backend, NoKernelError, advice
+from scan_registry.dispatch.select import NoKernelError, advice
 from scan_registry.kernels.model import Language
 
 # --- Denied and failed ------------------------------------------------------------------------
@@ -41,25 +38,6 @@ def test_a_denied_digest(archive_factory: Factory, a_device: Describe) -> None:
     # The digest is about those bytes: the same variant from PTX is not denied.
     everything = {b.sha256: "denied: all" for b in archives[0].binaries}
     assert decide(a_device(), archives, denied=everything).taken().tier is Tier.PTX
-
-
-def test_a_denied_variant(archive_factory: Factory, a_device: Describe) -> None:
-    archives = [archive_factory("sm90"), archive_factory("ptx80")]
-    best = variant_of(decide(a_device(), archives).taken())
-    denied = {str(best): "denied: it races"}
-    decision = decide(a_device(), archives, denied=denied, toolchains=COMPILERS)
-    assert variant_of(decision.taken()) != best
-    losers = [r for r in decision.rejected if r.subject.startswith(f"{best} for ")]
-    targets = [r.subject.rpartition(" ")[2] for r in losers]
-    assert targets == ["sm_90", "compute_80", "sm_90"]  # the last compiled here
-    assert {r.reason for r in losers} == {"denied: it races"}
-
-
-def test_a_denied_variant_is_not_compiled_either(a_device: Describe) -> None:
-    denied = {str(variant): "denied: all" for variant in (*EVERY_CUDA, *TRITON)}
-    decision = decide(a_device(), denied=denied, toolchains=COMPILERS)
-    assert decision.taken().tier is Tier.REFERENCE
-    assert {r.reason for r in decision.rejected} == {"denied: all"}
 
 
 def test_what_failed_is_passed_over(archive_factory: Factory, a_device: Describe) -> None:
@@ -117,41 +95,13 @@ def test_nothing_below_the_lowest_tier_is_taken(
             assert told(decision, "the reference") == reason
 
 
-def test_backend_and_policy_both_hold(archive_factory: Factory, a_device: Describe) -> None:
-    archive = archive_factory("sm90", variants=CUDA)
-    pinned: Backend = "triton"
-    decision = decide(a_device(), [archive], backend=pinned, toolchains=COMPILERS)
-    assert decision.taken().tier is Tier.JIT
-    decision = decide(
-        a_device(), [archive], backend=pinned, lowest=Tier.SAME_MAJOR, toolchains=COMPILERS
-    )
-    assert decision.winner is None
-    assert "tier jit; the policy allows none below same-major" in told(decision, ":triton:")
-
-
 # --- Compilers --------------------------------------------------------------------------------
-
-
-def test_missing_compilers_are_named(a_device: Describe) -> None:
-    decision = decide(a_device(), toolchains=MISSING)
-    assert decision.taken().tier is Tier.REFERENCE
-    assert told(decision, "cuda compiled here") == "NVRTC is not installed"
-    assert told(decision, "triton compiled here") == "Triton is not installed"
-
-
-def test_a_compiler_that_is_too_old_is_named(a_device: Describe) -> None:
-    old: Mapping[Language, Toolchain | str] = {"triton": Toolchain("triton 3.2.0", (12, 4))}
-    decision = decide(a_device((10, 0)), toolchains=old)
-    assert decision.taken().tier is Tier.REFERENCE
-    assert told(decision, "triton compiled here") == "triton 3.2.0 (CUDA 12.4) does not know 10.0"
 
 
 @pytest.mark.parametrize(
     ("cuda", "capability", "driver", "target", "needs"),
     [
         ((13, 0), (9, 0), (12, 9), "sm_90", "13.0"),
-        ((12, 9), (12, 0), (12, 4), "sm_120", "12.8"),
-        ((12, 9), (8, 0), (11, 8), "sm_80", "12.0"),
         ((12, 9), (13, 0), (12, 8), "compute_121", "12.9"),
     ],
 )
@@ -174,12 +124,6 @@ def test_what_the_driver_would_not_load_is_not_compiled(
     enough = tuple(map(int, needs.split(".")))
     chosen = decide(a_device(capability, driver=enough), toolchains=here).taken()
     assert (chosen.tier, str(chosen.target)) == (Tier.JIT, target)
-
-
-def test_only_variants_of_the_kernel_are_compiled(a_device: Describe) -> None:
-    decision = decide(a_device(), toolchains=COMPILERS)
-    subjects = {r.subject for r in decision.rejected} | {decision.taken().subject}
-    assert subjects == {*(f"{v} for sm_90" for v in (*EVERY_CUDA, *TRITON)), "the reference"}
 
 
 # --- No winner --------------------------------------------------------------------------------
@@ -283,11 +227,6 @@ def test_damage_is_no_archive(archive_factory: Factory, a_device: Describe) -> N
     held.path.write_bytes(b"")
     decision = decide(a_device(), [Archive(held.path), archive_factory("ptx80")])
     assert advice(decision) == "Install a scan-registry wheel built for sm90"
-
-
-def test_no_archive_at_all(a_device: Describe) -> None:
-    with pytest.raises(NoKernelError, match=r"(?s)nothing.*wheel.*sm90.*ptx80"):
-        decide(a_device(), lowest=Tier.PTX).taken()
 
 
 def test_a_kernel_on_the_cpu() -> None:

@@ -75,21 +75,9 @@ def test_bounds_that_do_not_fit() -> None:
             call(1.5)
         with pytest.raises(TypeError, match=r"lower_bound must be a number, .* not str"):
             call("none")
-        with pytest.raises(ValueError, match="lower_bound"):
-            call(torch.rand(5).double())
-        with pytest.raises(TypeError, match=r"lower_bound .*dtype .*torch\.int64"):
-            call(torch.ones(12, dtype=torch.int64))
-        with pytest.raises(TypeError, match=r"lower_bound is sparse; .* lower_bound.to_dense\(\)"):
-            call(torch.rand(12).double().to_sparse())
-        with pytest.raises(ValueError, match=r"lower_bound .*(on|got) meta"):
-            call(torch.rand(12, device="meta"))
     narrow = nn.HGRN(6, 2)
-    for given_so in (
-        lambda b: narrow(x.float(), lower_bound=b),
-        lambda b: narrow.step(x[:, 0].float(), lower_bound=b),
-    ):
-        with pytest.raises(TypeError, match=r"lower_bound .*dtype .*torch\.float64"):
-            given_so(torch.rand(12).double())
+    with pytest.raises(TypeError, match=r"lower_bound .*dtype .*torch\.float64"):
+        narrow(x.float(), lower_bound=torch.rand(12).double())
 
 
 def test_the_state_dict_is_flash_linear_attentions() -> None:
@@ -102,21 +90,3 @@ def test_the_state_dict_is_flash_linear_attentions() -> None:
         "o_proj.weight": (6, 12),
     }
     assert "g_norm.weight" not in given(elementwise_affine=False)[0].state_dict()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"hidden_size": -1}, ValueError, "hidden_size must be greater than zero"),
-        ({"hidden_size": "6"}, TypeError, "hidden_size should be of type int, got: str"),
-        ({"expand_ratio": 0.1}, ValueError, "hidden_size [*] expand_ratio must be 1 or more"),
-        ({"norm_eps": float("nan")}, ValueError, "norm_eps should be a number above 0"),
-    ],
-)
-def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        nn.HGRN(**{"hidden_size": 6} | options)
-
-
-def test_it_says_what_it_is() -> None:
-    assert nn.HGRN(6, 2).extra_repr() == "6, expand_ratio=2"

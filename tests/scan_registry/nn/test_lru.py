@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -60,38 +58,9 @@ def test_decays_begin_on_the_ring() -> None:
     torch.testing.assert_close(m.gamma_log.detach().exp(), (1 - radii.square()).sqrt())
 
 
-def test_states_have_the_variance_of_the_input() -> None:
-    """What gamma is for: Orvieto et al. (2023), section 3.4."""
-    torch.manual_seed(0)
-    m = nn.LRU(64, 32, 0.5, 0.95, dtype=torch.float64)
-    _, h = m(torch.randn(400, 150, 32).double(), return_final_state=True)
-    assert float(h.detach().abs().square().mean()) == pytest.approx(1.0, rel=0.05)
-
-
 @pytest.mark.parametrize("radii", [(0.0, 1.0), (0.999999, 1.0)])
 def test_no_decay_begins_at_0_or_1(radii: tuple[float, float]) -> None:
     torch.manual_seed(0)
     m = nn.LRU(100000, 1, *radii)
     assert all(p.isfinite().all() for p in m.parameters())
     assert bool((torch.exp(-m.nu_log.exp()) < 1).all())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"d_hidden": 0}, ValueError, "d_hidden must be greater than zero"),
-        ({"d_model": 7.0}, TypeError, "d_model should be of type int, got: float"),
-        ({"r_min": 0.9, "r_max": 0.9}, ValueError, "0 <= r_min < r_max <= 1, got: 0.9 and 0.9"),
-        ({"r_max": 1.5}, ValueError, "0 <= r_min < r_max <= 1"),
-        ({"r_min": "0"}, ValueError, "0 <= r_min < r_max <= 1"),
-        ({"max_phase": 0}, ValueError, "max_phase should be a number above 0"),
-    ],
-)
-def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        nn.LRU(**{"d_hidden": 5, "d_model": 7} | options)
-
-
-def test_it_says_what_it_is() -> None:
-    assert nn.LRU(5, 7).extra_repr() == "5, 7"
-    assert nn.LRU(5, 7, 0.9, 0.999).extra_repr() == "5, 7, r_min=0.9, r_max=0.999"

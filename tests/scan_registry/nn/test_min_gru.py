@@ -129,28 +129,3 @@ def test_large_gates_are_finite(of: Any, formula: Any) -> None:
     y.square().mean().backward()
     assert y.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"dim": 0}, ValueError, "dim must be greater than zero"),
-        ({"dim": 4.0}, TypeError, "dim should be of type int, got: float"),
-        ({"expansion_factor": -1}, ValueError, "expansion_factor should be a number above 0"),
-        ({"expansion_factor": 0.1}, ValueError, "dim [*] expansion_factor must be 1 or more"),
-        ({"expansion_factor": 2, "proj_out": False}, ValueError, "proj_out should be True or None"),
-        ({"activation": "tanh"}, ValueError, "activation should be 'positive' or 'identity'"),
-    ],
-)
-@BOTH
-def test_constructors_refuse(
-    of: Any, formula: Any, options: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        of(**{"dim": 4} | options)
-
-
-def test_it_says_what_it_is() -> None:
-    assert nn.MinGRU(4).extra_repr() == "4, expansion_factor=1.0"
-    said = nn.MinLSTM(4, 2, activation="identity").extra_repr()
-    assert said == "4, expansion_factor=2, activation='identity'"

@@ -138,34 +138,6 @@ def test_dropout_is_between_layers_and_in_training_only(kind: str) -> None:
     assert torch.equal(single(x)[0], single(x)[0])
 
 
-def test_positional_arguments() -> None:
-    for kind in ("LSTM", "GRU"):
-        module = getattr(nn, kind)(5, 6, 2, False, True, 0.0, True)
-        assert (module.num_layers, module.bias, module.batch_first) == (2, False, True)
-        assert module.bidirectional
-    assert nn.RNN(5, 6, 2, "tanh", False).bias is False
-
-
-def test_autocast_and_to() -> None:
-    x = torch.randn(7, 3, 5)
-    for kind in KINDS:
-        _, ours = pair(kind)
-        expected = ours(x)[0]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            cast = ours(x)[0]
-        assert cast.dtype == torch.bfloat16
-        torch.testing.assert_close(cast.float(), expected, rtol=0.05, atol=0.02)
-        assert ours.to(torch.float64)(x.double())[0].dtype == torch.float64
-
-
-def test_compile_without_a_break() -> None:
-    x = torch.randn(4, 3, 5)
-    for kind in ("GRU", "RNN"):
-        _, ours = pair(kind, num_layers=2, bidirectional=True)
-        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(flat(compiled(x)), flat(ours(x)))
-
-
 # --- Gradients, as optimizers use them --------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -113,23 +112,3 @@ def test_the_roots_slope_is_capped() -> None:
     x = torch.randn(2, 5, 4, requires_grad=True)
     m(x).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in (x, *m.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"width": 0}, ValueError, "width must be greater than zero"),
-        ({"num_heads": True}, TypeError, "num_heads should be of type int, got: bool"),
-        ({"num_heads": 5}, ValueError, r"width \(12\) must be divisible by num_heads \(5\)"),
-        ({"w_init_variance_scale": 0}, ValueError, "w_init_variance_scale should be a number"),
-    ],
-)
-def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        nn.RGLRU(**{"width": WIDTH, "num_heads": HEADS} | options)
-
-
-def test_it_says_what_it_is() -> None:
-    assert nn.RGLRU(12, 3).extra_repr() == "12, num_heads=3"
-    said = nn.RGLRU(12, 3, 0.1).extra_repr()
-    assert said == "12, num_heads=3, w_init_variance_scale=0.1"

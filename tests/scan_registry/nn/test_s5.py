@@ -169,30 +169,6 @@ def test_matrices_begin_as_random_numbers_in_hippos_coordinates() -> None:
     assert 0.08 < float(steps.max()) <= 0.1
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"width": 0}, ValueError, "width must be greater than zero"),
-        ({"state_width": 1.5}, TypeError, "state_width should be of type int, got: float"),
-        (
-            {"block_count": 4},
-            ValueError,
-            r"state_width \(6\) must be divisible by block_count \(4\)",
-        ),
-        ({"dt_min": 0}, ValueError, "dt_min should be a number above 0, got: 0"),
-        ({"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2 and 0.1"),
-        ({"factor_rank": 2}, ValueError, "factor_rank should be None, got: 2"),
-        ({"liquid": True}, ValueError, "liquid should be False, got: True"),
-        ({"degree": 2}, ValueError, "degree should be 1, got: 2"),
-        ({"bcInit": "factorized"}, ValueError, "bcInit should be 'dense' or 'complex_normal'"),
-        ({"discretization": "euler"}, ValueError, "discretization should be 'zoh' or 'bilinear'"),
-    ],
-)
-def test_constructors_refuse(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        nn.S5(**{"width": 5, "state_width": 6} | options)
-
-
 def test_scales_that_do_not_fit() -> None:
     m, x = given()
     with pytest.raises(ValueError, match=r"a number or of size \(3,\) or \(3, 13\), got \(13,\)"):
@@ -228,9 +204,3 @@ def test_one_graph_of_scales_that_change() -> None:
     compiled = torch.compile(lambda s: m(x, s), fullgraph=True, backend="aot_eager")
     for scale in (1.0, 0.5, 0.25, 2):
         torch.testing.assert_close(compiled(scale), m(x, scale))
-
-
-def test_it_says_what_it_is() -> None:
-    assert nn.S5(5).extra_repr() == "5, state_width=5"
-    said = nn.S5(5, 6, block_count=2, bidir=True, discretization="bilinear").extra_repr()
-    assert said == "5, state_width=6, block_count=2, bidir=True, discretization='bilinear'"

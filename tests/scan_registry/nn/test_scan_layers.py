@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from typing import Any
 
 import pytest
@@ -85,16 +83,6 @@ def test_steps_have_the_derivatives_of_the_sequence(name: str) -> None:
         gradients(torch.stack(outputs, 1), state), gradients(whole, last), strict=True
     ):
         torch.testing.assert_close(one, other)
-
-
-@ONE_WAY
-def test_a_sequence_goes_on_from_its_final_state(name: str) -> None:
-    m, x = wide(name), given()
-    whole, last = m(x, return_final_state=True)
-    first, state = m(x[:, :4], return_final_state=True)
-    then, end = m(x[:, 4:], initial_state=state, return_final_state=True)
-    torch.testing.assert_close(torch.cat([first, then], 1), whole)
-    torch.testing.assert_close(end, last)
 
 
 @STEPPING
@@ -201,20 +189,6 @@ def test_training_lowers_the_loss(name: str) -> None:
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in m.parameters())
 
 
-@EVERY
-def test_copies_compute_the_same(name: str) -> None:
-    torch.manual_seed(2)
-    m, other, x = MAKERS[name](), MAKERS[name](), given().float()
-    expected = m(x)
-    saved = io.BytesIO()
-    torch.save(m.state_dict(), saved)
-    saved.seek(0)
-    assert not torch.equal(other(x), expected)
-    other.load_state_dict(torch.load(saved, weights_only=True))
-    for one in (other, copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
-        assert torch.equal(one(x), expected)
-
-
 @pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("name", ["MinLSTM", "RGLRU", "HGRN", "LRU", "S5-bidir"])
 def test_it_compiles_to_one_graph(name: str) -> None:
@@ -254,39 +228,6 @@ def test_it_exports_with_any_batch_and_time(name: str) -> None:
     torch.testing.assert_close(exported(other), m(other))
 
 
-@EVERY
-def test_autocast(name: str) -> None:
-    torch.manual_seed(4)
-    m, x = MAKERS[name](), given().float()
-    expected = m(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = m(x)
-        narrow = m(x.bfloat16())
-    assert narrow.dtype == torch.bfloat16
-    for each in (found, narrow):
-        torch.testing.assert_close(each.float(), expected, rtol=0.05, atol=0.05)
-    found.float().square().sum().backward()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in m.parameters())
-
-
-@EVERY
-def test_float64_after_the_constructor(name: str) -> None:
-    torch.manual_seed(4)
-    m, x = MAKERS[name](), given().float()
-    found = copy.deepcopy(m).double()(x.double())
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found.float(), m(x), rtol=1e-5, atol=1e-5)
-
-
-@EVERY
-def test_dtype_and_device_are_the_constructors(name: str) -> None:
-    m = MAKERS[name](dtype=torch.float16, device="meta")
-    assert {p.device.type for p in m.parameters()} == {"meta"}
-    assert m.matrix.dtype == torch.float16
-    m.to_empty(device="cpu")
-    assert {p.device.type for p in m.parameters()} == {"cpu"}
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated")
 @EVERY
 def test_it_is_not_scripted(name: str) -> None:
@@ -299,19 +240,6 @@ def test_it_says_what_is_not_the_default(name: str) -> None:
     said = MAKERS[name](batch_first=False, backend="reference").extra_repr()
     assert said.endswith("batch_first=False, backend='reference'")
     assert "batch_first" not in MAKERS[name]().extra_repr()
-
-
-@EVERY
-def test_meta(name: str) -> None:
-    """Shapes alone, as tools that plan a model's memory ask for them."""
-    m, x = MAKERS[name](device="meta"), torch.empty(2, 5, FEATURES, device="meta")
-    reset = torch.empty(2, 5, dtype=torch.bool, device="meta")
-    y, state = m(x, reset=reset, return_final_state=True)
-    assert y.is_meta
-    assert y.shape == x.shape
-    assert state.shape == (2, m.channels)
-    (y.sum() + state.abs().sum()).backward()
-    assert all(p.grad is not None and p.grad.is_meta for p in m.parameters())
 
 
 @STEPPING

@@ -27,11 +27,65 @@ def test_constructors_refuse(
         MAKERS[name](**options)
 
 
-def test_constructors_refuse_options_that_are_no_bools() -> None:
-    with pytest.raises(TypeError, match="proj_out should be of type bool, got: 'no'"):
-        nn.MinGRU(FEATURES, proj_out="no")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="bidir should be of type bool, got: 'yes'"):
-        nn.S5(FEATURES, 6, bidir="yes")  # type: ignore[arg-type]
+#: The arguments that each constructor needs.
+NEEDED: dict[Any, dict[str, Any]] = {
+    nn.HGRN: {"hidden_size": 6},
+    nn.LRU: {"d_hidden": 5, "d_model": 7},
+    nn.Mamba: {"d_model": 8},
+    nn.MinGRU: {"dim": 4},
+    nn.MinLSTM: {"dim": 4},
+    nn.RGLRU: {"width": 12, "num_heads": 3},
+    nn.S5: {"width": 5, "state_width": 6},
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "error", "words"),
+    [
+        (nn.HGRN, {"hidden_size": -1}, ValueError, "hidden_size must be greater than zero"),
+        (nn.HGRN, {"hidden_size": "6"}, TypeError, "hidden_size should be of type int, got: str"),
+        (nn.HGRN, {"expand_ratio": 0.1}, ValueError, "hidden_size [*] expand_ratio must be 1"),
+        (nn.HGRN, {"norm_eps": float("nan")}, ValueError, "norm_eps should be a number above 0"),
+        (nn.LRU, {"d_hidden": 0}, ValueError, "d_hidden must be greater than zero"),
+        (nn.LRU, {"r_min": 0.9, "r_max": 0.9}, ValueError, "0 <= r_min < r_max <= 1, got: 0.9"),
+        (nn.LRU, {"r_max": 1.5}, ValueError, "0 <= r_min < r_max <= 1"),
+        (nn.LRU, {"r_min": "0"}, ValueError, "0 <= r_min < r_max <= 1"),
+        (nn.LRU, {"max_phase": 0}, ValueError, "max_phase should be a number above 0"),
+        (nn.Mamba, {"d_model": 8.0}, TypeError, "d_model should be of type int, got: float"),
+        (nn.Mamba, {"d_state": 257}, ValueError, "d_state should be at most 256, got: 257"),
+        (nn.Mamba, {"d_conv": 1}, ValueError, "d_conv should be from 2 to 8, got: 1"),
+        (nn.Mamba, {"d_conv": 9}, ValueError, "d_conv should be from 2 to 8, got: 9"),
+        (nn.Mamba, {"expand": 0}, ValueError, "expand should be a number above 0, got: 0"),
+        (nn.Mamba, {"expand": 0.01}, ValueError, "expand [*] d_model must be 1 or more"),
+        (nn.Mamba, {"dt_rank": "all"}, TypeError, "dt_rank should be of type int or 'auto'"),
+        (nn.Mamba, {"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2"),
+        (nn.Mamba, {"conv_bias": "no"}, TypeError, "conv_bias should be of type bool, got: str"),
+        (nn.Mamba, {"dt_init": "zeros"}, ValueError, "dt_init should be 'random' or 'constant'"),
+        (nn.Mamba, {"dtype": torch.int32}, TypeError, "dtype should be one of"),
+        (nn.MinGRU, {"dim": 4.0}, TypeError, "dim should be of type int, got: float"),
+        (nn.MinGRU, {"expansion_factor": 0.1}, ValueError, "dim [*] expansion_factor must be 1"),
+        (nn.MinGRU, {"expansion_factor": 2, "proj_out": False}, ValueError, "proj_out should be"),
+        (nn.MinGRU, {"proj_out": "no"}, TypeError, "proj_out should be of type bool, got: 'no'"),
+        (nn.MinLSTM, {"expansion_factor": -1}, ValueError, "should be a number above 0"),
+        (nn.MinLSTM, {"activation": "tanh"}, ValueError, "should be 'positive' or 'identity'"),
+        (nn.RGLRU, {"num_heads": True}, TypeError, "num_heads should be of type int, got: bool"),
+        (nn.RGLRU, {"num_heads": 5}, ValueError, r"width \(12\) must be divisible by num_heads"),
+        (nn.RGLRU, {"w_init_variance_scale": 0}, ValueError, "w_init_variance_scale should be a"),
+        (nn.S5, {"state_width": 1.5}, TypeError, "state_width should be of type int, got: float"),
+        (nn.S5, {"block_count": 4}, ValueError, r"state_width \(6\) must be divisible by block_"),
+        (nn.S5, {"dt_min": 0.2}, ValueError, "dt_min should be at most dt_max, got: 0.2 and 0.1"),
+        (nn.S5, {"factor_rank": 2}, ValueError, "factor_rank should be None, got: 2"),
+        (nn.S5, {"liquid": True}, ValueError, "liquid should be False, got: True"),
+        (nn.S5, {"bidir": "yes"}, TypeError, "bidir should be of type bool, got: 'yes'"),
+        (nn.S5, {"bcInit": "factorized"}, ValueError, "should be 'dense' or 'complex_normal'"),
+        (nn.S5, {"discretization": "euler"}, ValueError, "should be 'zoh' or 'bilinear'"),
+    ],
+)
+def test_arguments_of_constructors(
+    module: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        module(**NEEDED[module] | options)
 
 
 @EVERY
@@ -90,3 +144,20 @@ def test_steps_that_do_not_fit(name: str) -> None:
     if not m.is_complex:
         with pytest.raises(TypeError, match=r"Expected a floating-point state, got torch.complex"):
             m.step(x, torch.zeros(2, m.channels, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (nn.HGRN(6, 2), "6, expand_ratio=2"),
+        (nn.LRU(5, 7), "5, 7"),
+        (nn.LRU(5, 7, 0.9, 0.999), "5, 7, r_min=0.9, r_max=0.999"),
+        (nn.Mamba(8), "8, d_state=16, d_conv=4, expand=2, dt_rank=1"),
+        (nn.MinGRU(4), "4, expansion_factor=1.0"),
+        (nn.MinLSTM(4, 2, activation="identity"), "4, expansion_factor=2, activation='identity'"),
+        (nn.RGLRU(12, 3, 0.1), "12, num_heads=3, w_init_variance_scale=0.1"),
+        (nn.S5(5, 6, bidir=True), "5, state_width=6, bidir=True"),
+    ],
+)
+def test_it_says_what_it_is(module: torch.nn.Module, text: str) -> None:
+    assert module.extra_repr() == text

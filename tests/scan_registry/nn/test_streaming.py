@@ -56,7 +56,7 @@ def test_every_module_is_here() -> None:
     assert {type(make(name)).__name__ for name in STREAMING} == {*nn.__all__} - {"RMSNormGated"}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", STREAMING)
 def test_parts_are_the_whole(name: str, seed: int) -> None:
     module, x = make(name), given()

@@ -24,16 +24,6 @@ def run_by_torch(module: torch.nn.Module, *inputs: Any) -> tuple[Any, bool]:
     return found, made.called
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize(("kind", "fewest"), [("GRU", 8), ("RNN", 16)])
-def test_from_how_many_steps_on_torch_is_slower(kind: str, fewest: int, grad: bool) -> None:
-    with torch.set_grad_enabled(grad):
-        for units, batch in ((4, 1), (256, 2), (4, 64)):
-            module = getattr(nn, kind)(3, units)
-            assert run_by_torch(module, torch.randn(fewest - 1, batch, 3))[1]
-            assert not run_by_torch(module, torch.randn(fewest, batch, 3))[1]
-
-
 def test_what_torch_is_slower_at_it_does_not_do() -> None:
     """Few steps of an LSTM with large weights, and many packed steps of a small GRU."""
     with torch.no_grad():
@@ -178,11 +168,3 @@ def test_parameters_that_are_computed_are_the_latest(kind: str) -> None:
     of_weight = module.parametrizations.weight_hh_l0.original.grad
     assert of_weight is not None
     assert of_weight.abs().sum() > 0
-
-
-def test_a_module_in_evaluation_has_no_dropout() -> None:
-    torch.manual_seed(0)
-    module, x = nn.LSTM(3, 64, num_layers=2, dropout=0.5), torch.randn(5, 2, 3)
-    assert not torch.equal(module(x)[0], module(x)[0])
-    module.eval()
-    assert torch.equal(module(x)[0], module(x)[0])
