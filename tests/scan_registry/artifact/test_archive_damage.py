@@ -55,7 +55,7 @@ def survives(path: Path, held: dict[str, bytes]) -> None:
     assert all(str(path) in refusal for refusal in refusals)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_random_damage_is_noticed(
     intact: tuple[bytes, dict[str, bytes]], data: st.DataObject
@@ -83,7 +83,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data(), value=JSON)
 def test_any_value_in_an_entry_of_the_right_digest(
     intact: tuple[bytes, dict[str, bytes]], archive_parts: Any, data: st.DataObject, value: object

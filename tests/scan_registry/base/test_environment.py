@@ -15,25 +15,20 @@ from scan_registry.base.environment import flag
 from scan_registry.ops import values
 
 PACKAGE = Path(scan_registry.__file__).parent
-OFF = ["", " ", "0", "false", "False", "FALSE", "no", "No", "off", "OFF", " 0 "]
-ON = ["1", "true", "yes", "on", "2"]
 
 
-@pytest.mark.parametrize("value", OFF)
-def test_a_flag_is_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("A_FLAG", value)
-    assert not flag("A_FLAG")
-
-
-@pytest.mark.parametrize("value", ON)
-def test_a_flag_is_on(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("A_FLAG", value)
-    assert flag("A_FLAG")
-
-
-def test_a_flag_that_is_not_set_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [
+        *((value, False) for value in (None, "", "0", "FALSE", "no", "Off", " 0 ")),
+        *((value, True) for value in ("1", "true", "on", "2")),
+    ],
+)
+def test_flags(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
     monkeypatch.delenv("A_FLAG", raising=False)
-    assert not flag("A_FLAG")
+    if value is not None:
+        monkeypatch.setenv("A_FLAG", value)
+    assert flag("A_FLAG") is on
 
 
 @pytest.mark.parametrize(("value", "checked"), [("0", False), ("off", False), ("1", True)])

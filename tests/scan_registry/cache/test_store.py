@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import threading
 import time
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,13 +78,6 @@ def test_what_is_put_is_found_again(folder: Path, entry: Entry) -> None:
     assert [found.path for found in Cache(folder).entries()] == [path_of(folder)]
 
 
-def test_looking_writes_nothing(folder: Path) -> None:
-    assert Cache(folder).get(KEY, SM90) is None
-    assert list(Cache(folder).entries()) == []
-    assert Cache(folder).clear() == 0
-    assert not folder.exists()
-
-
 def test_a_failed_compile_leaves_nothing_and_frees_its_turn(folder: Path, entry: Entry) -> None:
     kept = Cache(folder)
 
@@ -126,7 +121,7 @@ def test_flipped_bits_are_noticed_and_the_entry_is_written_again(
     Cache(folder).put(KEY, SM90, entry)
     path = path_of(folder)
     whole = path.read_bytes()
-    for position in [*range(64), *range(64, len(whole), 37), len(whole) - 1]:
+    for position in [*range(0, 64, 5), *range(64, len(whole), 97), len(whole) - 1]:
         content = bytearray(whole)
         content[position] ^= 1 << position % 8
         path.write_bytes(content)
@@ -136,7 +131,7 @@ def test_flipped_bits_are_noticed_and_the_entry_is_written_again(
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("length", [0, 1, 47, 48, 200, -1])
+@pytest.mark.parametrize("length", [0, 47, -1])
 def test_a_cut_entry_is_written_again(folder: Path, entry: Entry, length: int) -> None:
     Cache(folder).put(KEY, SM90, entry)
     whole = path_of(folder).read_bytes()
@@ -144,15 +139,6 @@ def test_a_cut_entry_is_written_again(folder: Path, entry: Entry, length: int) -
     assert Cache(folder).get(KEY, SM90) is None
     assert Cache(folder).obtain(KEY, SM90, lambda: entry) == entry
     assert path_of(folder).read_bytes() == whole
-
-
-def test_a_folder_in_an_entrys_place(folder: Path, entry: Entry) -> None:
-    path_of(folder).mkdir(parents=True)
-    folder.chmod(0o700)
-    kept = Cache(folder)
-    with pytest.warns(CacheWarning, match="Is a directory"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-    assert kept.obtain(KEY, SM90, never) == entry
 
 
 # --- Clearing ---------------------------------------------------------------------------------
@@ -236,37 +222,6 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
 # --- Folders that are refused -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o1777])
-def test_a_folder_that_others_can_write_to(folder: Path, entry: Entry, mode: int) -> None:
-    """Nothing in it is believed, and nothing is written there."""
-    Cache(folder).put(KEY, SM90, entry)
-    folder.chmod(mode)
-    kept = Cache(folder)
-    assert kept.get(KEY, SM90) is None
-    before = files(folder)
-    with pytest.warns(CacheWarning) as caught:
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-    for word in (str(folder), f"mode {mode:04o}", "chmod go-w", "SCAN_REGISTRY_CACHE"):
-        assert word in str(caught[0].message)
-    assert files(folder) == before
-    with unwarned():  # it has been said, and is in memory
-        assert kept.obtain(KEY, SM90, never) == entry
-        assert kept.obtain(OTHER, SM90, lambda: entry) == entry
-        assert kept.obtain(OTHER, SM90, never) == entry
-
-
-@pytest.mark.parametrize("place", [path_of(Path()).parent, path_of(Path()).parent.parent])
-def test_a_folder_within_that_others_can_write_to(folder: Path, entry: Entry, place: Path) -> None:
-    """The cache's own folder may have been open to others once; what they left is still there."""
-    Cache(folder).put(KEY, SM90, entry)
-    (folder / place).chmod(0o777)
-    kept = Cache(folder)
-    assert kept.get(KEY, SM90) is None
-    with pytest.warns(CacheWarning, match=f"{folder / place}: others can write to it"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-    assert kept.obtain(KEY, SM90, never) == entry
-
-
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the path another user's: really so, or by being another one from here on."""
     if os.geteuid() == 0:
@@ -275,17 +230,57 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: NOBODY)
 
 
-def test_a_folder_of_another_user(
-    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
+def put_a_file_there(folder: Path, _: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("", encoding="utf-8")
+
+
+def put_a_folder_there(folder: Path, _: pytest.MonkeyPatch) -> None:
+    path_of(folder).unlink()
+    path_of(folder).mkdir()
+
+
+def break_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    path_of(folder).unlink()
+    monkeypatch.setattr(os, "replace", fail)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (
+            lambda folder, _: folder.chmod(0o1777),
+            "others can write to it .*mode 1777.*chmod go-w.*SCAN_REGISTRY_CACHE",
+        ),
+        (lambda folder, _: folder.chmod(0o770), "others can write to it .*mode 0770"),
+        # The cache's own folder may have been open to others once; what they left is still inside.
+        (lambda folder, _: path_of(folder).parent.chmod(0o777), f"/{KEY}: others can write to it"),
+        (lambda folder, _: path_of(folder).parent.parent.chmod(0o777), "others can write to it"),
+        (give_away, "belongs to another user"),
+        (put_a_file_there, "not a folder"),
+        (put_a_folder_there, "Is a directory"),
+        (break_the_disk, "Input/output error"),
+    ],
+)
+def test_a_folder_that_cannot_be_used(
+    spoil: Any, words: str, folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing in it is believed, nothing is written to it, and what is compiled stays in memory."""
     Cache(folder).put(KEY, SM90, entry)
-    before = files(folder)
-    give_away(folder, monkeypatch)
-    kept = Cache(folder)
-    assert kept.get(KEY, SM90) is None
-    with pytest.warns(CacheWarning, match="belongs to another user"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
+    spoil(folder, monkeypatch)
+    before, cache = files(folder), Cache(folder)
+    assert cache.get(KEY, SM90) is None
+    with pytest.warns(CacheWarning, match=words) as caught:
+        assert cache.obtain(KEY, SM90, lambda: entry) == entry
+    assert str(folder) in str(caught[0].message)
     assert files(folder) == before
+    with unwarned():  # it has been said, and is in memory
+        assert cache.obtain(KEY, SM90, never) == entry
+        assert cache.obtain(OTHER, SM90, lambda: entry) == entry
+        assert cache.obtain(OTHER, SM90, never) == entry
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can fill a folder as root")
@@ -298,40 +293,10 @@ def test_a_folder_of_root_is_trusted(
     assert Cache(folder).obtain(KEY, SM90, never) == entry
 
 
-@pytest.mark.parametrize("variable", ["SCAN_REGISTRY_CACHE", "SCAN_REGISTRY_BUILD_CACHE"])
-def test_a_file_in_the_folders_place(folder: Path, entry: Entry, variable: str) -> None:
-    folder.write_text("", encoding="utf-8")
-    kept = Cache(folder, variable)
-    with pytest.warns(CacheWarning, match=f"not a folder.*set {variable} to"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-    assert kept.obtain(KEY, SM90, never) == entry
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path, entry: Entry) -> None:
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    kept = Cache(tmp_path / "file" / "cache")
-    with pytest.warns(CacheWarning, match=f"File exists.*{tmp_path / 'file'}"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-
-
-def test_a_folder_whose_disk_fails(
-    folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "replace", fail)
-    kept = Cache(folder)
-    with pytest.warns(CacheWarning, match="Input/output error"):
-        assert kept.obtain(KEY, SM90, lambda: entry) == entry
-    assert kept.obtain(KEY, SM90, never) == entry
-    assert files(folder) == []
-
-
 # --- Locks ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_file_system_without_locks(
     folder: Path, entry: Entry, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

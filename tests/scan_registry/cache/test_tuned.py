@@ -16,7 +16,6 @@ from scan_registry.artifact.archive import Binary
 from scan_registry.cache import tuned
 from scan_registry.cli import main
 from scan_registry.hardware.device import Device
-from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.tuning import Row, Tuning
 
@@ -39,12 +38,6 @@ def rows(ms: float, *times: float, date: str = "2026-01-31") -> Tuning:
     return Tuning.of(
         "sm_90", "x", date, {"kind": [Row({"time": time}, {label: ms}) for time in times]}
     )
-
-
-def test_nothing_was_tuned(a_device: Describe, folder: Path) -> None:
-    assert tuned.archive_of(a_device()) is None
-    assert [*tuned.tuned_contents()] == []
-    assert not folder.exists()
 
 
 def test_where_nobody_may_look_nothing_was_tuned(
@@ -173,15 +166,3 @@ def test_the_cache_command_knows_it(
     assert (document["entries"], document["tuned"]) == (0, 1)
     assert document["bytes"] > 0
     assert [*tuned.tuned_contents()] == []
-
-
-def test_two_gpus_have_a_file_each(a_device: Describe, a_binary: Make, capsys: Capture) -> None:
-    held = a_binary(KERNEL.every[0], "sm90")
-    for device in (a_device(), a_device(name="Another"), a_device((8, 6))):
-        tuned.publish(device, [held], {KERNEL.head: rows(1.0, 8)}, "a")
-    assert len([*tuned.tuned_contents()]) == 3
-    found = tuned.archive_of(a_device((8, 6)))
-    assert found is not None
-    assert found.arch == Target((8, 6))
-    assert main(["cache", "clear"]) == 0
-    assert "and what was tuned on 3 GPUs" in capsys.readouterr().out

@@ -63,12 +63,6 @@ def test_iteration_gives_every_binary_in_order(archive_factory: Factory) -> None
     assert pairs == [(label, v) for label in ("sm80", "sm90") for v in VARIANTS]
 
 
-def test_it_prints_what_it_holds(archive_factory: Factory) -> None:
-    archives = tuple(archive_factory(arch) for arch in ("sm80", "ptx80"))
-    assert repr(Catalogue(archives)) == "Catalogue(sm80, ptx80)"
-    assert repr(Catalogue(())) == "Catalogue(no archives)"
-
-
 def test_gpu_tested_means_attested_within_tolerance(
     archive_factory: Factory, a_binary: Make, kernels: Path
 ) -> None:

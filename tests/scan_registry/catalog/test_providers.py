@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -102,12 +100,6 @@ def decide(
 # --- Side by side -----------------------------------------------------------------------------
 
 
-def test_this_package_is_a_provider() -> None:
-    first = providers.installed()[0][0]
-    assert (first.name, first.version) == (CORE, version(CORE))
-    assert first.archives == () or first.archives[0].provider == CORE
-
-
 def test_several_side_by_side(provide: Provide, a_binary: Make) -> None:
     """By architecture; this package first among providers, then by name."""
     provide("b", ("sm103", all_cuda(a_binary, "sm103", "b")))
@@ -155,7 +147,7 @@ def test_a_providers_code_is_never_imported(
 # --- Those that do not fit --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("core", [">=900", "<0.0.1", "==0.0.1.*,!=0.0.1"])
+@pytest.mark.parametrize("core", [">=900", "==0.0.1.*,!=0.0.1"])
 def test_another_range_is_one_error_with_both_versions(provide: Provide, core: str) -> None:
     provide("fine")
     provide("other", manifest={"schema": 1, "core": core})
@@ -165,7 +157,7 @@ def test_another_range_is_one_error_with_both_versions(provide: Provide, core: s
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("number", ["0.0.9", "900.0", "900.1.dev3"])
+@pytest.mark.parametrize("number", ["0.0.9", "900.1.dev3"])
 def test_the_core_has_a_range_for_this_projects_own_providers(
     provide: Provide, number: str
 ) -> None:
@@ -181,26 +173,6 @@ def test_the_core_has_a_range_for_this_projects_own_providers(
     )
 
 
-def test_an_older_core_names_the_provider_to_install(provide: Provide) -> None:
-    provide("scan-registry-sm103", manifest={"schema": 1, "core": ">=900"}, number=version(CORE))
-    with pytest.raises(ProviderError) as caught:
-        catalogue()
-    accepted = providers.release_line(version(CORE))
-    assert str(caught.value).endswith(
-        f"`pip install '{CORE}>=900'`, or `pip install 'scan-registry-sm103{accepted}'`"
-    )
-
-
-@pytest.mark.parametrize("number", [version(CORE), f"{version(CORE)}+cu129", "0.1.7", "0.1.0rc1"])
-def test_providers_of_the_same_line_go_together(number: str) -> None:
-    made = providers.Provider(
-        "scan-registry-sm103", number, Path(), providers.core_range("0.1.0"), {}
-    )
-    assert made.mismatch("0.1.4") is None
-    assert made.mismatch("0.1.4+cu129") is None
-    assert made.mismatch("0.2.0") is not None
-
-
 @pytest.mark.parametrize(
     ("own", "expected"),
     [
@@ -214,26 +186,15 @@ def test_a_release_line(own: str, expected: str) -> None:
     assert providers.release_line(own) == expected
 
 
-def test_a_misfit_is_one_line_on_the_command_line(provide: Provide) -> None:
-    package = provide("other", manifest={"schema": 1, "core": ">=900"})
-    result = subprocess.run(
-        [sys.executable, "-m", "scan_registry", "inspect"],
-        env={**os.environ, "PYTHONPATH": str(package.parent)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("scan-registry: error: other 1.2.3 is made for ")
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("core", [">=0", FITS, f">={version(CORE)},<900"])
-def test_a_range_that_holds_this_version(provide: Provide, core: str) -> None:
-    provide("fine", manifest={"schema": 1, "core": core})
-    assert "fine" in [provider.name for provider in catalogue().providers]
+def test_a_misfit_is_one_line_on_the_command_line(
+    provide: Provide, capsys: pytest.CaptureFixture[str]
+) -> None:
+    provide("other", manifest={"schema": 1, "core": ">=900"})
+    assert main(["inspect"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("scan-registry: error: other 1.2.3 is made for ")
+    assert printed.err.count("\n") == 1
 
 
 # --- Those that are broken --------------------------------------------------------------------
@@ -247,26 +208,16 @@ DIGITS = "accepted are 64 hexadecimal digits in lower case"
     ("manifest", "words"),
     [
         (b"", "is not JSON"),
-        (b"{'schema': 1}", "is not JSON"),
         (b"\xff\xfe{}", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        ([], "schema []"),
         ({}, "schema None"),
         ({"schema": 2, "core": ">=0"}, "schema 2; this version reads 1"),
         ({"schema": 1}, "core is None"),
-        ({"schema": 1, "core": 1}, "core is 1"),
         ({"schema": 1, "core": "0.1 or so"}, "core is '0.1 or so', not a range"),
         ({"schema": 1, "core": ""}, "core is '', not a range of versions such as >=0.1,<0.2"),
-        ({"schema": 1, "core": " , "}, "core is ' , ', not a range"),
         ({**DENIED, "denied": {}}, "denied is {}, not a list"),
-        ({**DENIED, "denied": ["abc"]}, "denied has 'abc'"),
-        ({**DENIED, "denied": [{"sha256": "abc"}]}, "denied has {'sha256': 'abc'}"),
         ({**DENIED, "denied": [{"reason": "wrong"}]}, "denied has {'reason': 'wrong'}"),
-        ({**DENIED, "denied": [{"variant": "a", "reason": 1}]}, "denied has {'variant': 'a'"),
-        ({**DENIED, "denied": [{"variant": 1, **WHY}]}, "'1' is not a variant; expected family."),
         ({**DENIED, "denied": [{"variant": "a", **WHY}]}, "'a' is not a variant; expected"),
-        ({**DENIED, "denied": [{"sha256": 5, **WHY}]}, f"denied has sha256 5; {DIGITS}"),
-        ({**DENIED, "denied": [{"sha256": "", **WHY}]}, f"denied has sha256 ''; {DIGITS}"),
         ({**DENIED, "denied": [{"sha256": 64 * "A", **WHY}]}, DIGITS),
         ({**DENIED, "denied": [{"sha256": 64 * "0", "variant": "a", **WHY}]}, "either sha256 or"),
     ],
@@ -312,42 +263,6 @@ def test_a_file_that_is_named_after_no_architecture(
     assert found.ignored == (f"{stray} {providers.MISNAMED}",)
     assert main(["inspect", "--arch", "sm103"]) == 0
     assert capsys.readouterr().err == f"scan-registry: warning: {stray} {providers.MISNAMED}\n"
-
-
-def test_a_missing_manifest_is_named(provide: Provide) -> None:
-    path = provide("broken") / "provider.json"
-    path.unlink()
-    with pytest.raises(ProviderError) as caught:
-        catalogue()
-    assert str(caught.value) == f"broken 1.2.3: {path}: No such file or directory"
-
-
-def test_a_package_that_is_not_there_is_named(provide: Provide) -> None:
-    provide("gone", point="no_such_package_of_archives")
-    with pytest.raises(ProviderError, match=r"gone 1\.2\.3: .*'no_such_package_of_archives'"):
-        catalogue()
-
-
-@pytest.mark.parametrize("point", ["scan_registry.artifact.archive", "scan_registry:catalogue"])
-def test_an_entry_point_names_a_package(provide: Provide, point: str) -> None:
-    provide("odd", point=point)
-    with pytest.raises(ProviderError) as caught:
-        catalogue()
-    for word in ("odd 1.2.3", point, "must name a top-level package"):
-        assert word in str(caught.value)
-
-
-def test_a_module_without_a_spec(provide: Provide) -> None:
-    provide("odd", point="__main__")
-    with pytest.raises(ProviderError, match=r"odd 1\.2\.3: its package '__main__'"):
-        catalogue()
-
-
-def test_a_module_is_no_package(provide: Provide) -> None:
-    place = provide("odd", point="a_module_without_archives").parent
-    (place / "a_module_without_archives.py").write_text(IMPORTED, encoding="utf-8")
-    with pytest.raises(ProviderError, match="'a_module_without_archives' is not installed"):
-        catalogue()
 
 
 # --- What is denied ---------------------------------------------------------------------------
@@ -401,33 +316,23 @@ def test_a_denied_variant_runs_from_nowhere(
 # --- The path ---------------------------------------------------------------------------------
 
 
-def test_of_two_copies_the_first_on_the_path_counts(
-    provide: Provide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        ("no_such_package_of_archives", "'no_such_package_of_archives'"),
+        ("__main__", "'__main__'"),
+        ("scan_registry.artifact.archive", "must name a top-level package"),
+        ("scan_registry:catalogue", "must name a top-level package"),
+    ],
+)
+def test_an_entry_point_names_a_package_that_is_there(
+    provide: Provide, point: str, words: str
 ) -> None:
-    """As everywhere in Python; a folder that is not there is passed over."""
-
-    def versions() -> dict[str, str]:
-        return {provider.name: provider.version for provider in providers.installed()[0]}
-
-    provide("twice", number="1.0")
-    monkeypatch.syspath_prepend(str(tmp_path / "not there"))
-    assert versions()["twice"] == "1.0"
-    provide("twice", number="2.0")
-    assert versions()["twice"] == "2.0"
-
-
-@pytest.mark.parametrize("points", [True, False])
-def test_what_is_left_of_a_provider_hides_it_not(provide: Provide, points: bool) -> None:
-    """An older folder of metadata in the same place, and one of a killed installer."""
-    place = provide("a").parent
-    whole = place / "a-1.2.3.dist-info"
-    (whole / "RECORD").write_text("", encoding="utf-8")
-    for name in ("a-0.9.dist-info", "~-1.2.3.dist-info", "~a-1.2.3.dist-info"):
-        (place / name).mkdir()
-        if points:
-            text = (whole / "entry_points.txt").read_text(encoding="utf-8")
-            (place / name / "entry_points.txt").write_text(text, encoding="utf-8")
-    (place / "~a-1.2.3.dist-info" / "METADATA").write_text("Name: a\n", encoding="utf-8")
-    found, problems = survey()
-    assert not problems
-    assert [(each.name, each.version) for each in found.providers][1:] == [("a", "1.2.3")]
+    (provide("without_a_manifest") / "provider.json").unlink()
+    provide("odd", point=point)
+    _, problems = survey()
+    missing, odd = sorted(map(str, problems), reverse=True)
+    assert missing.startswith("without-a-manifest 1.2.3: ")
+    assert "provider.json: No such file or directory" in missing
+    assert odd.startswith("odd 1.2.3: ")
+    assert words in odd

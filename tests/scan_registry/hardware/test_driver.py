@@ -152,28 +152,6 @@ def test_what_is_no_image(stub_driver: Any) -> None:
     assert_balanced(stub_driver)
 
 
-def test_out_of_memory_while_loading_is_named_and_not_for_ever(stub_driver: Any) -> None:
-    stub_driver.gpu().fail("cuModuleLoadData", 2, times=1)
-    error, function = play(
-        stub_driver, "print(json.dumps([failure(load), load()]))", stub_driver.cubin()
-    )
-    assert error["type"] == "DriverError"
-    assert error["status"] == 2
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in error["words"]
-    assert "a kernel" in error["words"]
-    assert function
-    assert_balanced(stub_driver)
-
-
-def test_an_entry_that_is_missing(stub_driver: Any) -> None:
-    stub_driver.gpu()
-    image = stub_driver.cubin(entries=["another"])
-    error = play(stub_driver, "print(json.dumps(failure(load)))", image)
-    assert error["status"] == 500
-    assert "cuModuleGetFunction" in error["words"]
-    assert_balanced(stub_driver)
-
-
 def test_ample_shared_memory_is_asked_for(stub_driver: Any) -> None:
     stub_driver.gpu(shared=100_000)
     script = """
