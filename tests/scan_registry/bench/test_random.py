@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from benching import CPU, SMALL, Capture, document, refusal, schema
+from benching import Capture, document, refusal, schema
 
 from scan_registry.bench import measure
 from scan_registry.bench.measure import QUICK, Bench
 from scan_registry.bench.shares import NAMED, shares
-from scan_registry.cli import bench_random, main
+from scan_registry.cli import main
 from scan_registry.kernels.linear_scan.op import random_cases as linear_scan_random
-from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, LAYOUTS, Case, ScanBenchmark
+from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, Case, ScanBenchmark
 from scan_registry.ops.benchmark import Timing
 from scan_registry.ops.operator import PASSES
 
@@ -25,10 +24,6 @@ MANY = linear_scan_random.draw(2000, 1)
 
 
 # --- What is drawn ----------------------------------------------------------------------------
-
-
-def part(cases: Sequence[bool]) -> float:
-    return sum(cases) / len(cases)
 
 
 def test_a_seed_gives_the_same_cases() -> None:
@@ -54,36 +49,6 @@ def test_sizes_are_in_their_ranges() -> None:
             assert case.sequences <= max(1, case.time // 16)
 
 
-def test_every_order_of_magnitude_is_drawn() -> None:
-    traffic = [math.log10(case.traffic("forward")) for case in MANY]
-    for low in (6.0, 7.0, 8.0):
-        assert 0.15 < part([low <= each < low + 1 for each in traffic]) < 0.5
-    assert part([case.time > 1 << 15 for case in MANY]) > 0.1
-    assert part([case.time < 1 << 8 for case in MANY]) > 0.1
-    assert part([case.batch * case.channels < 100 for case in MANY]) > 0.1
-    assert part([case.batch * case.channels > 10_000 for case in MANY]) > 0.1
-
-
-def test_half_of_the_lengths_are_odd_and_options_are_as_frequent_as_said() -> None:
-    assert 0.47 < part([case.time % 2 == 1 for case in MANY]) < 0.53
-    for layout in LAYOUTS:
-        assert 0.4 < part([case.layout == layout for case in MANY]) < 0.6
-    for dtype, chance in linear_scan_random.DTYPES.items():
-        assert abs(part([case.dtype == dtype for case in MANY]) - chance) < 0.08
-    assert 0.05 < part([case.sequences > 0 for case in MANY]) < 0.15
-    assert 0.05 < part([case.gates == "channel" for case in MANY]) < 0.15
-    assert 0.05 < part([case.reverse for case in MANY]) < 0.15
-    assert 0.1 < part([case.state for case in MANY]) < 0.2
-    assert part([not case.options for case in MANY]) > 0.5
-    wide = [case for case in MANY if case.channels >= 8]
-    assert 0.5 < part([case.channels % 8 == 0 for case in wide]) < 0.66
-
-
-def test_cases_are_kernels_to_choose_from() -> None:
-    assert BENCHMARK.draws
-    assert BENCHMARK.draw(3, 1) == linear_scan_random.draw(3, 1)
-
-
 # --- What it comes to -------------------------------------------------------------------------
 
 
@@ -105,6 +70,9 @@ def test_means_and_percentiles() -> None:
     assert shares([]) == []
 
 
+# --- The command ------------------------------------------------------------------------------
+
+
 def test_the_fastest_of_this_package_counts_in_each_pass() -> None:
     timings = [
         timing(0.5, 0, "scan-registry triton"),
@@ -116,9 +84,6 @@ def test_the_fastest_of_this_package_counts_in_each_pass() -> None:
         ("forward", pytest.approx(0.7)),
         ("backward", pytest.approx(0.6)),
     ]
-
-
-# --- The command ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -142,23 +107,6 @@ def test_the_document(few: list[Case], capsys: Capture) -> None:
         for one in each["worst"]:
             assert one["ratio"] == pytest.approx(one["roofline_ms"] / one["ms"])
     assert found["timings"][-1]["case"]["reverse"] is True
-
-
-def test_the_worst_are_named_as_case_takes_them(few: list[Case], capsys: Capture) -> None:
-    assert main(["bench", "--device", "cpu", "--random", "3", "--seed", "5"]) == 0
-    out = capsys.readouterr().out
-    for way in PASSES:
-        assert f"{way}: the worst of 3 cases" in out
-        assert f"{way}, of the roofline: geometric mean " in out
-    assert "--random 3 --seed 5" in out
-    named = [line.split()[-1] for line in out.splitlines() if line.startswith("  ")]
-    assert {*named} >= {*map(str, few)}
-    assert len(document(capsys, "--case", str(few[2]), "--no-baselines")["timings"]) == 3
-
-
-def test_another_seed_each_time(few: list[Case], capsys: Capture) -> None:
-    seeds = {document(capsys, "--random", "1", "--fwd_only")["random"]["seed"] for _ in range(3)}
-    assert len(seeds) > 1
 
 
 def test_what_ends_it_leaves_what_was_timed(
@@ -227,7 +175,6 @@ def test_a_case_that_there_is_no_room_for_is_left_out(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--random", "0"], "--random is 0; accepted are numbers from 1 to "),
         (["--random", "1000000"], "--random is 1000000; accepted are numbers from 1 to 100000"),
         (["--random", "2", "--seed", "-1"], "--seed is -1; accepted are whole numbers from 0 on"),
         (["--seed", "1"], "--seed is for random cases; accepted with --random N"),
@@ -238,41 +185,7 @@ def test_arguments_that_cannot_be_meant(words: list[str], message: str, capsys: 
     assert message in refusal(capsys, "--device", "cpu", *words)
 
 
-def test_random_cases_are_not_the_targets(capsys: Capture) -> None:
-    class Arguments:
-        random, seed, targets, case = 3, None, True, ()
-
-    given: Any = Arguments()
-    with pytest.raises(bench_random.UsageError, match="accepted without --targets"):
-        bench_random.draw(BENCHMARK, given)
-
-
 # --- How it measures --------------------------------------------------------------------------
-
-
-def test_few_rounds_of_short_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    competed: list[tuple[Any, int, int]] = []
-    recorded: list[tuple[float | None, int]] = []
-
-    class Quick:
-        def ms(self) -> float:
-            return 2.0
-
-    def record(calls: Any, device: Any, captured: bool, enough: Any, launches: int) -> Any:
-        recorded.append((enough, launches))
-        return Quick()
-
-    def compete(recordings: Any, warm_up: int, rounds: int) -> Any:
-        competed.append((recorded[-1], warm_up, rounds))
-        return [(each.ms(), 0.0) for each in recordings]
-
-    monkeypatch.setattr(measure, "record", record)
-    monkeypatch.setattr(measure, "compete", compete)
-    monkeypatch.setattr(measure, "streaming_bandwidth", lambda device: 1e6)
-    for effort, expected in ((None, ((None, 4), 4, 11)), (QUICK, ((1.0, 1), 1, 5))):
-        bench = Bench.on(BENCHMARK, CPU, passes=("forward",), effort=effort)
-        bench.run(SMALL)
-        assert competed.pop() == expected
 
 
 @pytest.mark.parametrize(

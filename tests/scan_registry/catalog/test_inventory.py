@@ -88,14 +88,8 @@ def test_gpu_tested_means_attested_within_tolerance(
 
 
 def test_an_error_of_exactly_the_tolerance_passes() -> None:
-    common: dict[str, Any] = {
-        "sha256": "",
-        "variant": "",
-        "target": "",
-        "cases": 1,
-        "gpu": "",
-        "date": "",
-    }
+    common: dict[str, Any] = dict.fromkeys(("sha256", "variant", "target", "gpu", "date"), "")
+    common["cases"] = 1
     assert Attestation(error=1e-6, tolerance=1e-6, **common).passed
     assert not Attestation(error=float("nan"), tolerance=1e-6, **common).passed
     assert not Attestation(error=float("inf"), tolerance=1e-6, **common).passed

@@ -14,7 +14,7 @@ import pytest
 
 from scan_registry.aot import compile as compiling
 from scan_registry.aot import nvrtc, worker
-from scan_registry.aot.compile import COMPILERS, compile_variant, recipe
+from scan_registry.aot.compile import COMPILERS, compile_variant
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.artifact.archive import Binary, digest
 from scan_registry.catalog import distributions
@@ -112,7 +112,7 @@ def test_missing_compilers_are_named_with_what_gives_them(nothing_installed: Non
 @needs_triton
 @pytest.mark.parametrize(
     ("variant", "arch"),
-    [(CUDA, "sm80"), (CUDA, "sm120"), (CUDA, "ptx90"), (TRITON, "sm90"), (TRITON, "sm120")],
+    [(CUDA, "sm120"), (CUDA, "ptx90"), (TRITON, "sm90")],
 )
 def test_the_driver_that_is_needed_is_known_before(variant: Variant, arch: str) -> None:
     toolchain, target = AVAILABLE[variant.language], Target.parse(arch)
@@ -159,46 +159,6 @@ print(json.dumps(dict(cached=found.cached, loaded=loaded, sha256=found.binary.sh
     assert second["cached"]
     assert not second["loaded"] or nvrtc._candidates()[0].version is None
     assert first["sha256"] == second["sha256"]
-
-
-@needs_nvrtc
-def test_another_target_or_variant_is_another_entry(folder: Path) -> None:
-    others = [(CUDA, SM90), (CUDA, PTX80), (FAMILY.kernel(KERNEL, "cuda").variants[1], SM90)]
-    assert [jit.compile(*other).cached for other in others] == [False] * 3
-    assert [jit.compile(*other).cached for other in others] == [True] * 3
-    assert len({recipe(*other).key for other in others}) == 3
-
-
-@needs_nvrtc
-def test_another_source_is_compiled_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = type(COMPILERS["cuda"])
-    real = compiler.sources
-
-    def changed(self: Any, kernel: Any) -> Any:
-        return {name: f"// changed\n{text}" for name, text in real(self, kernel).items()}
-
-    before = jit.compile(CUDA, SM90)
-    monkeypatch.setattr(compiler, "sources", changed)
-    after = jit.compile(CUDA, SM90)
-    assert not after.cached
-    assert after.binary.source_sha256 != before.binary.source_sha256
-    monkeypatch.setattr(compiler, "sources", real)
-    assert jit.compile(CUDA, SM90).cached
-
-
-@needs_nvrtc
-def test_what_does_not_compile_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = type(COMPILERS["cuda"])
-    monkeypatch.setattr(
-        compiler, "sources", lambda self, kernel: {kernel.code.source: "__global__ void broken( {"}
-    )
-    for _ in range(2):
-        with pytest.raises(CompileError) as caught:
-            jit.compile(CUDA, SM90)
-        words = str(caught.value)
-        assert words.startswith(f"{CUDA} for sm_90 did not compile")
-        assert f"{FAMILY.kernel(KERNEL, 'cuda').code.source}(1): error" in words
-    assert not list(folder.rglob("*.scanreg"))
 
 
 # --- The worker -------------------------------------------------------------------------------
@@ -294,26 +254,21 @@ def test_nothing_in_the_current_folder_enters(
     assert worker.compile_apart(TRITON, SM90) == (binary, content)
 
 
-def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(CompileError, match=r"sys\.executable names no Python"):
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("", r"sys\.executable names no Python"),
+        ("/bin/false", "ended with 1"),  # an application that embeds Python may name itself
+        ("/nowhere/python", "for sm_90: .*/nowhere/python"),
+    ],
+)
+def test_no_python_to_start(monkeypatch: pytest.MonkeyPatch, program: str, words: str) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(CompileError, match=words):
         worker.compile_apart(TRITON, SM90)
 
 
-def test_a_program_that_is_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An application that embeds Python may name itself."""
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(CompileError, match="ended with 1"):
-        worker.compile_apart(TRITON, SM90)
-
-
-def test_a_python_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(CompileError, match=f"{TRITON} for sm_90: .*/nowhere/python"):
-        worker.compile_apart(TRITON, SM90)
-
-
-@pytest.mark.parametrize("printed", [b"", b"not JSON\n", b"[]\n", b"{}\n", b'{"variant": 1}\nx'])
+@pytest.mark.parametrize("printed", [b"", b"not JSON\n", b'{"variant": 1}\nx'])
 def test_a_worker_that_says_something_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, printed: bytes
 ) -> None:
@@ -336,17 +291,12 @@ def test_the_users_settings_do_not_enter(
     settings = {
         "TRITON_CACHE_DIR": str(tmp_path / "triton-cache"),
         "TRITON_DUMP_DIR": str(tmp_path / "dump"),
-        "TRITON_KERNEL_DUMP": "1",
         "TRITON_DISABLE_LINE_INFO": "0",
         "TRITON_INTERPRET": "1",
         "TRITON_DEBUG": "1",
         "TRITON_DEFAULT_FP_FUSION": "0",
         "TRITON_PTXAS_PATH": "/bin/false",
         "PTXAS_OPTIONS": "-O0",
-        "DISABLE_PTXAS_OPT": "1",
-        "MLIR_ENABLE_DUMP": "1",
-        "LLVM_IR_ENABLE_DUMP": "1",
-        "NVPTX_ENABLE_DUMP": "1",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

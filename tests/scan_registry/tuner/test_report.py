@@ -61,15 +61,6 @@ def test_the_document(workshop: Any) -> None:
     assert (empty["regret"], empty["saved"]) == (None, None)
 
 
-def test_tunings_are_the_tables(workshop: Any) -> None:
-    tuner = tuned(workshop, "time_last:2,8,512:float32", "time_last:2,8,64:float32")
-    (head, tuning), *others = report.tunings(workshop.device, tuner.tuned).items()
-    assert not others
-    assert (head, tuning.arch) == (tuner.tuned[0].posed.kernel.head, "sm_90")
-    (kind,) = tuning.kinds
-    assert {row.sizes["time"] for row in tuning.rows(kind)} == {512, 64}
-
-
 def test_what_the_drivers_tool_tells(a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[list[str]] = []
 

@@ -52,8 +52,6 @@ def test_threads_do_not_change_a_bit(
         alone, *others = (outputs(threads) for threads in (1, 2, 7))
     for other in others:
         for a, b in zip(alone, other, strict=True):
-            assert a is not None
-            assert b is not None
             assert torch.equal(a, b)
 
 
@@ -62,9 +60,8 @@ def test_calls_at_the_same_time() -> None:
     case = Case("float32", "float32", (1, 4, 64, 1000))
 
     def states(threads: int) -> Tensor:
-        tensors = case.make(Memory())
+        tensors: Any = case.make(Memory())
         case.run("forward", tensors, threads)
-        assert tensors["states"] is not None
         return tensors["states"]
 
     alone = states(1)
@@ -84,7 +81,8 @@ def test_sequences_do_not_reach_one_another(
 ) -> None:
     bounds = (0, 7, 7, 40, 41, 90)
     case = Case("float32", "float32", (1, 2, 21, 90), reverse, bounds, (order,) * 3)
-    clean, dirty = case.make(Memory()), case.make(Memory())
+    clean: Any = case.make(Memory())
+    dirty: Any = case.make(Memory())
     for name, where in (
         ("gates", slice(7, 40)),
         ("tokens", slice(7, 40)),
@@ -93,7 +91,6 @@ def test_sequences_do_not_reach_one_another(
         ("final_state_grad", slice(2, 3)),
     ):
         poisoned = dirty[name]
-        assert poisoned is not None
         poisoned[..., where] = poison
     times, sequences = [*range(7), *range(40, 90)], [0, 1, 3, 4]
     for direction in ("forward", "backward"):
@@ -101,25 +98,20 @@ def test_sequences_do_not_reach_one_another(
         case.run(direction, dirty)
         for name in OUTPUTS[direction]:
             a, b = clean[name], dirty[name]
-            assert a is not None
-            assert b is not None
             others = times if a.shape[3] == 90 else sequences
             assert torch.equal(a[..., others], b[..., others]), name
-    assert dirty["states"] is not None
     assert not dirty["states"][..., 7:40].isfinite().any()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2)], ids=LAYOUTS)
 def test_lanes_do_not_reach_one_another(order: tuple[int, ...]) -> None:
     case = Case("complex64", "complex64", (1, 2, 21, 90), orders=(order,) * 3)
-    clean, dirty = case.make(Memory()), case.make(Memory())
-    assert dirty["tokens"] is not None
+    clean: Any = case.make(Memory())
+    dirty: Any = case.make(Memory())
     dirty["tokens"][0, 1, 10, 3] = math.nan
     case.run("forward", clean)
     case.run("forward", dirty)
     a, b = clean["states"], dirty["states"]
-    assert a is not None
-    assert b is not None
     assert b[0, 1, 10, 3:].isnan().all()
     b[0, 1, 10, 3:] = a[0, 1, 10, 3:]
     assert torch.equal(a, b)
@@ -139,7 +131,6 @@ def test_what_is_not_wanted_is_not_needed() -> None:
         case.run("backward", tensors)
         for name in OUTPUTS["backward"]:
             a, b = everything[name], tensors[name]
-            assert a is not None
             assert b is None or torch.equal(a, b)
 
 
@@ -157,7 +148,7 @@ def test_nothing_to_do(sizes: tuple[int, int, int, int]) -> None:
 
 @pytest.mark.parametrize(
     "bounds",
-    [(0, 7, 5, 90), (1, 90), (0, 89), (0, 91), (-1, 90), (0, 2**62, 90), (-(2**63), 2**63 - 1)],
+    [(0, 7, 5, 90), (1, 90), (0, 91), (-(2**63), 2**63 - 1)],
 )
 @pytest.mark.parametrize("direction", ["forward", "backward", "reduction"])
 def test_malformed_offsets(direction: Direction, bounds: tuple[int, ...]) -> None:
@@ -179,22 +170,15 @@ FORWARD: tuple[Any, ...] = ("float32", "float32", (None,) * 7, (1, 1, 1, 1, 0) +
     ("at", "value", "kind", "words"),
     [
         (0, "float8", ValueError, "dtype 'float8'; accepted are float32, bfloat16"),
-        (0, 32, TypeError, "dtype and gates_dtype must be str"),
         (1, "bfloat16", ValueError, "gates_dtype 'bfloat16' with dtype 'float32'"),
         (2, (None,) * 6, ValueError, "forward takes 7 pointers, got 6"),
-        (2, [None] * 7, TypeError, "pointers must be a tuple"),
-        (2, ("0",) + (None,) * 6, TypeError, "integer"),
         (2, (-1,) + (None,) * 6, OverflowError, "negative"),
-        (2, (2**64,) + (None,) * 6, OverflowError, "too (large|big)"),
         (2, (None,) * 7, ValueError, "gates of forward is null"),
         (3, (1, 1, 1, 1), ValueError, "forward takes 22 scalars, got 4"),
         (3, (1, 1, -1, 1, 0) + (0,) * 17, ValueError, "channels is -1"),
-        (3, (1, 1, 1, 1, -1) + (0,) * 17, ValueError, "sequences is -1"),
         (3, (2**40, 2**40, 1, 1, 0) + (0,) * 17, ValueError, "too many elements"),
         (3, (1, 1, 1, 0, 0) + (0,) * 16 + (2,), ValueError, "flags is 2"),
-        (3, (None,) * 22, TypeError, "int"),
         (4, 0, ValueError, "threads is 0"),
-        (4, "2", TypeError, "int"),
     ],
 )
 def test_wrong_arguments(at: int, value: Any, kind: type[Exception], words: str) -> None:
@@ -217,22 +201,6 @@ def test_wrong_layouts(layout: Any) -> None:
         _cpu.reduction("float32", "float32", (None,) * 5, (1,) * 22 + (0,), 1, layout)
 
 
-def test_states_are_needed_for_the_gradient_of_gates() -> None:
-    case = Case("float32", "float32", (1, 1, 2, 3))
-    tensors = case.make(Memory())
-    with pytest.raises(ValueError, match="states of backward is null, which gates_grad needs"):
-        case.run("backward", tensors | {"states": None})
-    with pytest.raises(ValueError, match="states_grad of backward is null"):
-        case.run("backward", tensors | {"states_grad": None})
-
-
-def test_offsets_that_are_not_there() -> None:
-    case = Case("float32", "float32", (1, 1, 2, 3), bounds=(0, 3))
-    tensors = case.make(Memory())
-    with pytest.raises(ValueError, match="offsets of 1 sequences is null"):
-        case.run("forward", tensors | {"offsets": None})
-
-
 def test_more_sequences_than_there_is_memory_for() -> None:
     case, memory = Case("float32", "float32", (1, 1, 2, 3), bounds=(0, 3)), Memory()
     tensors = case.make(memory)
@@ -246,3 +214,17 @@ def test_more_sequences_than_there_is_memory_for() -> None:
 def test_unknown_instructions() -> None:
     with pytest.raises(ValueError, match="instructions sse9 do not run on this processor"):
         _cpu.instructions("sse9")
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "words"),
+    [
+        ("states", "backward", "states of backward is null, which gates_grad needs"),
+        ("states_grad", "backward", "states_grad of backward is null"),
+        ("offsets", "forward", "offsets of 1 sequences is null"),
+    ],
+)
+def test_tensors_that_are_needed(name: str, direction: Direction, words: str) -> None:
+    case = Case("float32", "float32", (1, 1, 2, 3), bounds=(0, 3))
+    with pytest.raises(ValueError, match=words):
+        case.run(direction, case.make(Memory()) | {name: None})

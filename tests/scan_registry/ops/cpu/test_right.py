@@ -28,7 +28,7 @@ from scan_registry.kernels.linear_scan.problem import Direction, Layout
 
 @pytest.mark.parametrize("instructions", levels())
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases())
 def test_any_strides(instructions: str, direction: Direction, case: Case) -> None:
     with using(instructions):
@@ -106,7 +106,7 @@ def check_reduction(case: Case, layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("instructions", levels())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(case=cases(), layout=st.sampled_from(LAYOUTS))
 def test_reduction(instructions: str, case: Case, layout: Layout) -> None:
     with using(instructions):

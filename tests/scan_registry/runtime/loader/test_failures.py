@@ -8,13 +8,7 @@ from loading import LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, OUT_OF_MEMORY, R
 
 @pytest.mark.parametrize(
     "call",
-    [
-        "cuCtxPushCurrent",
-        "cuThreadExchangeStreamCaptureMode",
-        "cuModuleLoadData",
-        "cuModuleGetFunction",
-        "cuFuncSetAttribute",
-    ],
+    ["cuCtxPushCurrent", "cuModuleLoadData", "cuFuncSetAttribute"],
 )
 def test_running_out_of_memory_is_raised_and_not_remembered(
     rig: Rig, synthetic: Synthetic, call: str
@@ -67,8 +61,14 @@ def unchanged():
 """
 
 
-@pytest.mark.parametrize("failing", [None, "cuModuleLoadData", "cuModuleGetFunction"])
-@pytest.mark.parametrize("status", [OUT_OF_MEMORY, NO_BINARY_FOR_GPU])
+@pytest.mark.parametrize(
+    ("failing", "status"),
+    [
+        (None, 0),
+        ("cuModuleLoadData", NO_BINARY_FOR_GPU),
+        ("cuModuleGetFunction", OUT_OF_MEMORY),
+    ],
+)
 def test_a_foreign_context_stays_current(
     rig: Rig, synthetic: Synthetic, failing: str | None, status: int
 ) -> None:

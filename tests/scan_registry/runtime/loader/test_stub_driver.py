@@ -45,38 +45,6 @@ def one_binary(stub_driver: Any, a_binary: Make, archive_factory: Factory) -> Ar
     return archive_factory("sm90", [a_binary(VARIANT, "sm90", content, entry=ENTRY)])
 
 
-def test_a_binary_is_loaded_once_per_device(stub_driver: Any, one_binary: Archive) -> None:
-    stub_driver.gpu().gpu()
-    script = """
-        workers = [threading.Thread(target=load, args=(number % 2,)) for number in range(8)]
-        for worker in workers: worker.start()
-        for worker in workers: worker.join()
-        print(json.dumps([load(0) == load(0), load(0) == load(1)]))
-    """
-    assert play_loader(stub_driver, one_binary, script) == [True, False]
-    assert sorted(call.device for call in stub_driver.calls("cuModuleLoadData")) == [0, 1]
-
-
-@pytest.mark.parametrize(("status", "kind"), [(209, "UnfitError"), (2, "DriverError")])
-def test_a_refused_binary_is_told_from_a_failing_driver(
-    stub_driver: Any, one_binary: Archive, status: int, kind: str
-) -> None:
-    stub_driver.gpu().fail("cuModuleLoadData", status, match=ENTRY)
-    error = play_loader(stub_driver, one_binary, "print(json.dumps(failure(load)))")
-    assert error["type"] == kind
-    assert "cuModuleLoadData" in error["words"]
-
-
-def test_a_damaged_binary_never_reaches_the_driver(
-    stub_driver: Any, one_binary: Archive, archive_parts: Any
-) -> None:
-    stub_driver.gpu()
-    one_binary.path.write_bytes(archive_parts.flipped(one_binary.path.read_bytes()))
-    error = play_loader(stub_driver, one_binary, "print(json.dumps(failure(load)))")
-    assert str(one_binary.path) in error["words"]
-    assert not stub_driver.calls("cuModuleLoadData")
-
-
 def test_a_failed_launch_runs_again(stub_driver: Any, one_binary: Archive) -> None:
     stub_driver.gpu().fail("cuLaunchKernel", 701, match=ENTRY, after=1, times=1)
     script = f"""
