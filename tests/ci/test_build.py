@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,36 +104,6 @@ def test_the_second_tree_has_the_sources_and_nothing_that_was_built(
         tree = build.second_tree()
         files = [path.relative_to(tree) for path in tree.rglob("*") if path.is_file()]
         assert files == [Path("aot/build.py")]
-
-
-def test_steps_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = build.Clock()
-    with clock.step("one"):
-        pass
-    build.print_times(clock)
-    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()[2:]] == [
-        "one",
-        "all of it",
-    ]
-
-
-def test_every_platform_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    platforms = load().platforms
-    clock = build.Clock()
-    for number, platform in enumerate(platforms):
-        clock.steps[build._title(platform, build.WORK)] = 10 + number
-        for folder, name in (("pypi", "0.1.0"), ("index", "0.1.0+cu129"), ("index", "0.1.0+core")):
-            path = tmp_path / folder / f"scan_registry-{name}-cp310-abi3-{platform.tag}.whl"
-            path.parent.mkdir(exist_ok=True)
-            with zipfile.ZipFile(path, "w") as wheel:
-                wheel.writestr("scan_registry/ops/_cpu.abi3.so", bytes(10_000 * (1 + number)))
-                wheel.writestr("scan_registry/x", bytes(990_000 * (folder == "pypi")))
-    build.print_sizes(platforms, tmp_path, clock)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert rows == [
-        ["x86_64", "10", "1.00", "0.01", "0.01"],
-        ["aarch64", "11", "1.01", "0.02", "0.02"],
-    ]
 
 
 def test_this_machines_wheel_is_built_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

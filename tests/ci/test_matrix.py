@@ -8,16 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import jsonschema
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from ci.matrix import PATH, Matrix, load
 from scan_registry.aot.plan import chosen_archs
-from scan_registry.hardware import target as targets
 from scan_registry.hardware.target import FIRST_CUDA, RELEASED, Target
 
 if sys.version_info >= (3, 11):
@@ -94,14 +91,6 @@ def test_the_project_has_the_same_versions() -> None:
     assert f"Python {MATRIX.pythons[0]} or later, torch {oldest} or later" in README
 
 
-def test_the_compilers_are_of_the_matrixs_cuda() -> None:
-    from scan_registry.aot import COMPILERS
-
-    assert any(f"nvrtc-cu{MATRIX.cuda.split('.')[0]}=={MATRIX.cuda}." in each for each in COMPILERS)
-    assert tuple(map(int, MATRIX.cuda.split("."))) == targets.COMPILERS
-    assert MATRIX.label == f"cu{MATRIX.cuda.replace('.', '')}"
-
-
 def test_the_workflow_takes_its_jobs_from_the_matrix() -> None:
     for name in ("wheels", "trials"):
         assert f"{name}: ${{{{ steps.matrix.outputs.{name} }}}}" in WORKFLOW
@@ -139,24 +128,6 @@ def test_cibuildwheel_builds_what_the_matrix_says() -> None:
         assert found.returncode == 0, found.stderr
         names += found.stdout.split()
     assert tuple(names) == MATRIX.identifiers
-
-
-def test_cibuildwheels_own_schema_accepts_the_configuration() -> None:
-    import cibuildwheel as package
-
-    folder = Path(package.__file__).parent / "resources"
-    schema: Any = json.loads((folder / "cibuildwheel.schema.json").read_text(encoding="utf-8"))
-    configuration = PROJECT["tool"]["cibuildwheel"]
-    jsonschema.validate(configuration, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**configuration, "biuld": "*"}, schema)
-
-
-def test_the_containers_are_the_matrixs() -> None:
-    configuration = PROJECT["tool"]["cibuildwheel"]
-    for platform in MATRIX.platforms:
-        image = configuration["linux"][f"manylinux-{platform.name}-image"]
-        assert image == platform.manylinux
 
 
 def test_a_matrix_of_another_shape_is_refused(tmp_path: Path) -> None:

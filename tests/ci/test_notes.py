@@ -37,19 +37,17 @@ def test_the_section_of_the_version() -> None:
     assert notes("v1.1.0", SOURCE.replace("1.2.0", "1.1.0"), CHANGELOG) == "- that\n"
 
 
-def test_another_tag() -> None:
-    with pytest.raises(NotesError, match=r"tag is v1\.2, but version\.py states 1\.2\.0"):
-        notes("v1.2", SOURCE, CHANGELOG)
-
-
-def test_a_section_that_is_still_unreleased() -> None:
-    with pytest.raises(NotesError, match=r"make it `\[1\.3\.0\] - <date>`"):
-        notes("v1.3.0", SOURCE.replace("1.2.0", "1.3.0"), CHANGELOG)
-
-
-def test_no_section() -> None:
-    with pytest.raises(NotesError, match="no section"):
-        notes("v2.0.0", SOURCE.replace("1.2.0", "2.0.0"), CHANGELOG)
+@pytest.mark.parametrize(
+    ("tag", "version", "words"),
+    [
+        ("v1.2", "1.2.0", r"tag is v1\.2, but version\.py states 1\.2\.0"),
+        ("v1.3.0", "1.3.0", r"make it `\[1\.3\.0\] - <date>`"),
+        ("v2.0.0", "2.0.0", "no section"),
+    ],
+)
+def test_what_has_no_notes(tag: str, version: str, words: str) -> None:
+    with pytest.raises(NotesError, match=words):
+        notes(tag, SOURCE.replace("1.2.0", version), CHANGELOG)
 
 
 def test_this_changelog_speaks_of_this_version() -> None:

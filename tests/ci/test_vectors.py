@@ -25,12 +25,6 @@ def function(name: str, *words: int) -> vectors.Function:
     return vectors.decoded(name, struct.pack(f"<{len(words)}I", *words), 0x1000)
 
 
-def test_instructions_have_their_arrangement() -> None:
-    found = function("f", FMLA, FMADD, BACK, RET)
-    assert [each.text for each in found.instructions] == ["fmla.4s", "fmadd", "b.ne", "ret"]
-    assert [each.target for each in found.instructions] == [None, None, 0x1004, None]
-
-
 def test_only_loops_count() -> None:
     wanted = r"fmla\.4s"
     assert function("f", RET, FMLA, BACK).computes(wanted)

@@ -14,7 +14,6 @@ import torch
 
 from scan_registry import linear_scan
 from scan_registry.kernels.linear_scan.op import bench as linear_scan_bench
-from scan_registry.kernels.linear_scan.op.baselines import installed
 from scan_registry.kernels.linear_scan.op.bench import Case
 
 CPU = torch.device("cpu")
@@ -33,22 +32,6 @@ def test_torchs_associative_scan_computes_the_recurrence(baselines: ModuleType) 
         importlib.import_module(associative.module), "forward", gates, tokens, tokens
     )
     torch.testing.assert_close(call(), linear_scan(gates, tokens))
-
-
-def test_only_its_forward_pass_is_timed_with_contiguous_time(
-    baselines: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(baselines, "_compiled", lambda *key: lambda *given: made.append(key))
-    associative, case = baselines.ASSOCIATIVE, Case("time_last", 2, 3, 20, "float32")
-    assert associative.version is not None
-    assert associative.kernel_call(case, "backward", CPU) is None
-    call = associative.kernel_call(case, "forward", CPU)()
-    assert [key[1:] for key in made] == [("generic", (2, 3, 20), torch.float32)]
-    call()
-    assert len(made) == 2
-    assert associative.refuses(Case("channel_last", 2, 3, 20, "float32"))
-    assert associative not in installed()
 
 
 def test_its_cases_are_those_of_the_recorded_results(baselines: Any) -> None:

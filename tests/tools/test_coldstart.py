@@ -37,12 +37,6 @@ def test_networks(tool: Any) -> None:
     assert "backward" in tool.summary(results[0])
 
 
-def test_what_was_not_measured_says_why(tool: Any) -> None:
-    assert tool.summary({"name": "x", "version": None}) == "x : not installed"
-    broken = {"name": "x", "version": "1", "failure": "exit status 1"}
-    assert tool.summary(broken) == "x 1: does not start"
-
-
 def test_a_process_that_fails_says_why(tool: Any) -> None:
     with pytest.raises(tool.MeasurementError, match="no such thing"):
         tool.fresh_process("raise SystemExit('no such thing')", ["x"], {})

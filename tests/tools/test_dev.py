@@ -22,9 +22,6 @@ def dev(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 def test_the_whole_suite_runs_in_parallel(dev: ModuleType) -> None:
     assert dev.pytest_arguments([], workers=2)[:2] == ["-n", "2"]
     assert dev.pytest_arguments([], workers=64)[:2] == ["-n", "8"]
-
-
-def test_a_choice_of_tests_is_passed_on(dev: ModuleType) -> None:
     assert dev.pytest_arguments(["-k", "select", "-x"], workers=2) == ["-k", "select", "-x"]
 
 

@@ -62,28 +62,6 @@ def test_pictures_are_whole_and_have_both_palettes(docs: ModuleType) -> None:
     assert palettes["dark"].paper in files["character-model-dark.svg"]
 
 
-def test_groups_hold_every_case_once(docs: ModuleType) -> None:
-    results = docs.docs_pictures.results
-    for gpu in ("h200", "h100"):
-        cases = [each["case"] for each in results.document(f"{gpu}-targets")["timings"]]
-        for case in cases:
-            assert sum(group.matches(case) for group in results.GROUPS) == 1, case
-
-
-def test_a_baseline_is_drawn_where_it_was_measured(
-    docs: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pictures = docs.docs_pictures
-    timings, palette = pictures.results.timings, pictures.PALETTES["light"]
-
-    def without_torch(name: str, **case: object) -> list[dict[str, object]]:
-        return [t for t in timings(name, **case) if t["who"] != "torch associative_scan"]
-
-    assert "torch associative_scan" in pictures.time_against_length(palette).svg()
-    monkeypatch.setattr(pictures.results, "timings", without_torch)
-    assert "torch associative_scan" not in pictures.time_against_length(palette).svg()
-
-
 def test_tables_are_filled_where_they_are_named(docs: ModuleType) -> None:
     text = "a\n<!-- made: targets -->\n\nold\n\n<!-- end -->\nb\n"
     with_tables = docs.docs_tables.with_tables(text)

@@ -17,7 +17,6 @@ from scan_registry.kernels.tables import Measured, Run, Table, Timing
 from scan_registry.tuner.engine import TuningResult
 from scan_registry.tuner.problems import posed
 
-ROOT = Path(__file__).parents[2]
 RUN = Run("Imaginary", "580.1", {}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
 
 
