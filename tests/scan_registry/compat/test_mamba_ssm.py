@@ -213,40 +213,52 @@ def inner_arguments(norms: bool = False, biases: bool = True) -> dict[str, Tenso
     return {name: value.double().requires_grad_() for name, value in drawn.items()}
 
 
-def inner(eps: float = 1e-6, **given: Tensor) -> Tensor:
+def inner(eps: float = 1e-6, B: Any = None, C: Any = None, **tensors: Tensor) -> Tensor:
     """The block from torch's operators."""
-    x, z = given["xz"].chunk(2, 1)
-    u = conv1d(x, given["conv1d_weight"], given["conv1d_bias"], padding=3, groups=CHANNELS)
-    u = silu(u[..., :LENGTH])
-    steps, B, C = linear(u.mT, given["x_proj_weight"]).split([RANKS, STATES, STATES], -1)
-    delta = linear(steps, given["delta_proj_weight"])
-    if "B_proj_bias" in given:
-        B, C = B + given["B_proj_bias"], C + given["C_proj_bias"]
-    if "b_rms_weight" in given:
-        B = rms_norm(B, (STATES,), given["b_rms_weight"], eps)
-        C = rms_norm(C, (STATES,), given["c_rms_weight"], eps)
-        delta = rms_norm(delta, (CHANNELS,), given["dt_rms_weight"], eps)
-    y, _ = scan(u, delta.mT, given["A"], B.mT, C.mT, given["D"], z, given["delta_bias"])
-    return linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
+    x, z = tensors["xz"].chunk(2, 1)
+    u = conv1d(x, tensors["conv1d_weight"], tensors["conv1d_bias"], padding=3, groups=CHANNELS)
+    u, weight = silu(u[..., :LENGTH]), tensors["x_proj_weight"]
+    projected = linear(u.mT, weight).tensor_split([RANKS, (RANKS + len(weight)) // 2], -1)
+    delta = linear(projected[0], tensors["delta_proj_weight"])
+    if B is None:
+        B, C = projected[1:]
+        if "B_proj_bias" in tensors:
+            B, C = B + tensors["B_proj_bias"], C + tensors["C_proj_bias"]
+        if "b_rms_weight" in tensors:
+            B = rms_norm(B, (STATES,), tensors["b_rms_weight"], eps)
+            C = rms_norm(C, (STATES,), tensors["c_rms_weight"], eps)
+            delta = rms_norm(delta, (CHANNELS,), tensors["dt_rms_weight"], eps)
+        # A step's complex numbers are (state, part); along time they are to be (time, part).
+        B, C = (p.unflatten(-1, (STATES, -1)).permute(0, 2, 1, 3).flatten(2) for p in (B, C))
+    y, _ = scan(u, delta.mT, tensors["A"], B, C, tensors["D"], z, tensors["delta_bias"])
+    return linear(y.mT, tensors["out_proj_weight"], tensors["out_proj_bias"])
 
 
 @pytest.mark.filterwarnings("ignore:mamba_inner_fn normalises")
-@pytest.mark.parametrize("norms", [False, True])
-@pytest.mark.parametrize("channel_last", [False, True])
-def test_the_block_is_its_parts(channel_last: bool, norms: bool) -> None:
-    given = inner_arguments(norms)
-    if channel_last:
-        given["xz"] = given["xz"].detach().mT.contiguous().mT.requires_grad_()
-    options = {"b_c_dt_rms_eps": 1e-3} if norms else {}
-    found, expected = mamba_inner_fn(**given, **options), inner(**given, eps=1e-3)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn_like(found)
+@pytest.mark.parametrize("case", ["plain", "channel last", "norms", "B and C", "complex"])
+def test_the_block_is_its_parts(case: str) -> None:
+    tensors = inner_arguments(case == "norms", biases=case not in ("B and C", "complex"))
+    own = {}
+    if case == "channel last":
+        own = {"xz": tensors["xz"].mT.contiguous().mT}
+    elif case == "B and C":
+        own = {name: torch.randn(BATCH, STATES, LENGTH).double() for name in "BC"}
+        own["x_proj_weight"] = tensors["x_proj_weight"][:RANKS]
+    elif case == "complex":
+        A = tensors["A"]
+        own = {"A": torch.complex(A, torch.randn_like(A))}
+        own["x_proj_weight"] = torch.randn(RANKS + 4 * STATES, CHANNELS).double()
+    tensors |= {name: tensor.detach().requires_grad_() for name, tensor in own.items()}
+    options: dict[str, Any] = {"b_c_dt_rms_eps": 1e-3} if case == "norms" else {}
+    out, expected = mamba_inner_fn(**tensors, **options), inner(eps=1e-3, **tensors)
+    torch.testing.assert_close(out, expected)
+    weight, leaves = torch.randn_like(out), [*tensors.values()]
     torch.testing.assert_close(
-        torch.autograd.grad((found * weight).sum(), [*given.values()]),
-        torch.autograd.grad((expected * weight).sum(), [*given.values()]),
+        torch.autograd.grad((out * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
     )
-    if not norms:
-        torch.testing.assert_close(mamba_inner_ref(**given), expected)
+    if case in ("plain", "channel last"):
+        torch.testing.assert_close(mamba_inner_ref(**tensors), expected)
 
 
 @pytest.mark.filterwarnings("ignore:mamba_inner_fn normalises")
@@ -254,45 +266,6 @@ def test_the_block_compiles_to_one_graph() -> None:
     given = inner_arguments(norms=True)
     compiled = torch.compile(mamba_inner_fn, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(**given), mamba_inner_fn(**given))
-
-
-def test_the_block_takes_b_and_c_of_its_own() -> None:
-    given = inner_arguments(biases=False)
-    B, C = (torch.randn(BATCH, STATES, LENGTH).double() for _ in range(2))
-    less = given | {"x_proj_weight": given["x_proj_weight"][:RANKS]}
-    found = mamba_inner_fn(**less, B=B, C=C)
-    u = conv1d(
-        given["xz"].chunk(2, 1)[0],
-        given["conv1d_weight"],
-        given["conv1d_bias"],
-        padding=3,
-        groups=CHANNELS,
-    )
-    u = silu(u[..., :LENGTH])
-    delta = linear(linear(u.mT, less["x_proj_weight"]), given["delta_proj_weight"]).mT
-    z = given["xz"].chunk(2, 1)[1]
-    y, _ = scan(u, delta, given["A"], B, C, given["D"], z, given["delta_bias"])
-    torch.testing.assert_close(
-        found, linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
-    )
-
-
-def test_the_block_with_complex_states() -> None:
-    given = {name: value.detach() for name, value in inner_arguments(biases=False).items()}
-    given["A"] = torch.complex(given["A"], torch.randn(CHANNELS, STATES).double())
-    given["x_proj_weight"] = torch.randn(RANKS + 4 * STATES, CHANNELS).double()
-    found = mamba_inner_fn(**given)
-    x, z = given["xz"].chunk(2, 1)
-    u = conv1d(x, given["conv1d_weight"], given["conv1d_bias"], padding=3, groups=CHANNELS)
-    u = silu(u[..., :LENGTH])
-    steps, B, C = linear(u.mT, given["x_proj_weight"]).split([RANKS, 2 * STATES, 2 * STATES], -1)
-    # A step's numbers are (state, part); along time they are to be (time, part).
-    B, C = (p.unflatten(-1, (STATES, 2)).permute(0, 2, 1, 3).flatten(2) for p in (B, C))
-    delta = linear(steps, given["delta_proj_weight"]).mT
-    y, _ = scan(u, delta, given["A"], B, C, given["D"], z, given["delta_bias"])
-    torch.testing.assert_close(
-        found, linear(y.mT, given["out_proj_weight"], given["out_proj_bias"])
-    )
 
 
 def test_under_autocast() -> None:

@@ -47,42 +47,27 @@ def marks(seed: int = 0) -> Tensor:
 
 @STEPPING
 @pytest.mark.parametrize("with_state", [False, True])
-def test_steps_give_what_the_sequence_does(name: str, with_state: bool) -> None:
-    """With resets; test_streaming has steps without them."""
-    m, x, reset = wide(name), given(), marks()
-    state = state_of(m) if with_state else None
-    whole, last = m(x, initial_state=state, reset=reset, return_final_state=True)
-    outputs = []
+def test_steps_are_the_sequence(name: str, with_state: bool) -> None:
+    """With resets and all derivatives; test_streaming has steps without them."""
+    m, x, reset = wide(name), given().requires_grad_(), marks()
+    first = state_of(m).requires_grad_() if with_state else None
+    whole, last = m(x, initial_state=first, reset=reset, return_final_state=True)
+    outputs, state = [], first
     for t in range(LENGTH):
-        before = None if state is None else state.clone()
+        before = None if state is None else state.detach().clone()
         y, after = m.step(x[:, t], state, reset=reset[:, t])
         assert before is None or torch.equal(before, state)  # which is not written to
         outputs.append(y)
         state = after
-    torch.testing.assert_close(torch.stack(outputs, 1), whole)
-    torch.testing.assert_close(state, last)
-
-
-@STEPPING
-def test_steps_have_the_derivatives_of_the_sequence(name: str) -> None:
-    m, x, reset = wide(name), given().requires_grad_(), marks()
-    first = state_of(m).requires_grad_()
-    whole, last = m(x, initial_state=first, reset=reset, return_final_state=True)
-    outputs, state = [], first
-    for t in range(LENGTH):
-        y, state = m.step(x[:, t], state, reset=reset[:, t])
-        outputs.append(y)
+    torch.testing.assert_close((torch.stack(outputs, 1), state), (whole, last))
+    leaves = [x, *m.parameters(), *([] if first is None else [first])]
     weight, end = torch.randn_like(whole), torch.randn_like(last)
-    wanted = [x, first, *m.parameters()]
 
-    def gradients(y: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        loss = (y * weight).sum() + (h * end.conj()).real.sum()
-        return torch.autograd.grad(loss, wanted)
+    def gradients(y: Tensor, h: Any) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((y * weight).sum() + (h * end.conj()).real.sum(), leaves)
 
-    for one, other in zip(
-        gradients(torch.stack(outputs, 1), state), gradients(whole, last), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    expected = gradients(whole, last)
+    torch.testing.assert_close(gradients(torch.stack(outputs, 1), state), expected)
 
 
 @STEPPING
