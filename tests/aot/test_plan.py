@@ -85,7 +85,11 @@ def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
 def spare_labels(kernel: Kernel) -> list[str]:
     """What tunings may name beside the defaults."""
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
-    return [each for each in dict.fromkeys(map(kernel.label, kernel.every)) if each not in usual]
+    return [
+        fromkey
+        for fromkey in dict.fromkeys(map(kernel.label, kernel.every))
+        if fromkey not in usual
+    ]
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, arch: str) -> dict[str, bool]:
@@ -138,17 +142,17 @@ def test_tuned_variants_take_the_place_of_defaults(monkeypatch: pytest.MonkeyPat
     for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], usual - others)):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
         for arch, expected in (("sm90", {a, b}), ("sm89", elsewhere), ("ptx80", elsewhere)):
-            found = set(planned(monkeypatch, tuned(kernel, tuning), arch))
-            assert found == others | expected, (arch, len(served))
+            actual = set(planned(monkeypatch, tuned(kernel, tuning), arch))
+            assert actual == others | expected, (arch, len(served))
 
 
 def test_archives_have_the_rows_of_what_they_hold() -> None:
     kernel = FAMILY.kernel("channel_last_forward", "cuda")
     for arch in map(Target.parse, ("sm80", "sm90", "ptx80")):
-        held = {kernel.label(job.variant) for job in plan([arch])[arch]}
+        contents = {kernel.label(job.variant) for job in plan([arch])[arch]}
         for tuning in planning.tunings_for(kernel, arch):
             assert tuning.labels
-            assert set(tuning.labels) <= held
+            assert set(tuning.labels) <= contents
 
 
 def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +168,8 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
         return pinned(statics) != large or target.capability in ((8, 0), (10, 0))
 
     for arch, expected in (("sm80", large), ("sm89", small), ("sm100", large), ("sm120", small)):
-        found = planned(monkeypatch, changed(tuned(kernel, tuning), serves=serves), arch)
-        assert {label for label in found if label.startswith(f"{kind},")} == {expected}
+        actual = planned(monkeypatch, changed(tuned(kernel, tuning), serves=serves), arch)
+        assert {label for label in actual if label.startswith(f"{kind},")} == {expected}
 
 
 def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,9 +181,7 @@ def test_architectures_get_no_kernels_that_are_for_others(monkeypatch: pytest.Mo
         assert bool(jobs) == there
 
 
-def test_what_does_not_ship_is_compiled_where_it_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_does_not_ship_is_compiled_where_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = changed(FAMILY.kernels[0], ships=lambda statics, target: not target.is_ptx)
     dtype = kernel.variants[0].text("dtype")
     for arch, there in (("sm90", True), ("ptx80", False)):

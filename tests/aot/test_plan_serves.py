@@ -35,9 +35,9 @@ def problems(count: int) -> Iterator[LinearScanProblem]:
             time, channels = -(-time // 16) * 16, -(-channels // 16) * 16
         outer, pad = draw.choice((1, 1, 1, 2)), draw.choice((0, 0, 0, 3))
         row, unit = (time, 1) if layout == "time_last" else (1, channels)
-        each = (channels if row == 1 else row) + pad
-        whole = channels * each if layout == "time_last" else time * each
-        full = Strides(batch * whole, whole, each if unit == 1 else 1, 1 if unit == 1 else each)
+        item = (channels if row == 1 else row) + pad
+        whole = channels * item if layout == "time_last" else time * item
+        full = Strides(batch * whole, whole, item if unit == 1 else 1, 1 if unit == 1 else item)
         broadcast = draw.choice(BROADCAST) if dtype == gates else ()
         strides = dict.fromkeys(STRIDED[direction], full)
         for name in ("gates", "gates_grad"):
@@ -75,15 +75,15 @@ def solves(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool
 @pytest.mark.parametrize("arch", ARCHS, ids=[arch.label for arch in ARCHS])
 def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
     """But for gradients of gates that kernels sum up if they can: those are served wherever any variant does so."""
-    held: dict[str, list[Variant]] = {}
+    contents: dict[str, list[Variant]] = {}
     for archive, binary in catalogue():
         if archive.arch == arch:
-            held.setdefault(binary.variant.head, []).append(binary.variant)
-    if not held:
+            contents.setdefault(binary.variant.head, []).append(binary.variant)
+    if not contents:
         pytest.skip(f"no archive for {arch.label} is installed")
     for problem in PROBLEMS:
         for kernel in (k for k in FAMILY.kernels if k.name == problem.kernel):
-            served = any(solves(kernel, v, problem) for v in held[kernel.head])
+            served = any(solves(kernel, v, problem) for v in contents[kernel.head])
             if problem.sums and not served:
                 serving = (v for v in kernel.every if kernel.rules.serves(v.statics, arch))
                 assert not any(solves(kernel, v, problem) for v in serving), problem
@@ -118,9 +118,9 @@ def test_what_wheels_hold_is_known_without_a_plan() -> None:
             problem = sample.problem
             if kernel.name != problem.kernel:
                 continue
-            held = any(
+            contents = any(
                 (variant.kernel, variant.language) == (kernel.name, kernel.language)
                 and kernel.rules.accepts(variant, problem) is None
                 for variant in jobs
             )
-            assert holds(arch, family, problem, kernel.language) == held, (arch, name, sample)
+            assert holds(arch, family, problem, kernel.language) == contents, (arch, name, sample)

@@ -53,8 +53,8 @@ def test_what_does_not_run_here_has_no_version(tmp_path: Path) -> None:
 
 
 def test_only_the_target_is_another() -> None:
-    made = ptxas.retargeted(PTX, Target.parse("sm89"))
-    assert made == PTX.replace(b".target sm_80", b".target sm_89")
+    created = ptxas.retargeted(PTX, Target.parse("sm89"))
+    assert created == PTX.replace(b".target sm_80", b".target sm_89")
     specific = PTX.replace(b".target sm_80", b".target sm_100a")
     assert b"\n.target sm_120a\n" in ptxas.retargeted(specific, Target.parse("sm120"))
 
@@ -62,8 +62,8 @@ def test_only_the_target_is_another() -> None:
 def test_machine_code() -> None:
     program = ptxas.find(VERSION)
     assert program is not None
-    made = ptxas.assemble(program, PTX, Target.parse("sm86"))
-    assert elf.arch_number(made) == 86
+    created = ptxas.assemble(program, PTX, Target.parse("sm86"))
+    assert elf.arch_number(created) == 86
 
 
 def test_an_error_holds_the_log() -> None:

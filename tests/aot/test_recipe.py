@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scan_registry.aot.compile import COMPILERS, Recipe, recipe, source_digest
 from scan_registry.artifact.archive import digest
-from scan_registry.cache.store import build_folder, jit_folder
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 
@@ -69,21 +67,3 @@ def test_the_recorded_options_tell_variants_apart(language: str) -> None:
             compiler = COMPILERS[kernel.language]
             options = {compiler.options(kernel, variant, SM90) for variant in kernel.variants}
             assert len(options) == len(kernel.variants), kernel.name
-
-
-@pytest.mark.parametrize(
-    ("variable", "folder"),
-    [("SCAN_REGISTRY_BUILD_CACHE", build_folder), ("SCAN_REGISTRY_CACHE", jit_folder)],
-)
-def test_the_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, folder: Any
-) -> None:
-    monkeypatch.setenv(variable, str(tmp_path))
-    assert folder() == tmp_path
-    monkeypatch.setenv(variable, "~/there")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert folder() == tmp_path / "there"
-    monkeypatch.delenv(variable)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert folder().is_relative_to(tmp_path / "xdg")
-    assert not (tmp_path / "xdg").exists()

@@ -52,8 +52,8 @@ def packed(
     def make(label: str, origin: Any = ORIGIN, **changes: Any) -> bytes:
         target = Target.parse(label)
         path = tmp_path_factory.mktemp("packed") / f"{label}{archive.SUFFIX}"
-        made = [a_binary(variant, target, **changes) for variant in FAMILY.variants()[:2]]
-        archive.write(path, target, made, origin)
+        created = [a_binary(variant, target, **changes) for variant in FAMILY.variants()[:2]]
+        archive.write(path, target, created, origin)
         return path.read_bytes()
 
     return make

@@ -59,8 +59,8 @@ def test_wrong_arguments_are_refused_before_anything_is_made(
     words: tuple[str, ...], status: int, error: str, tmp_path: Path
 ) -> None:
     (tmp_path / "other.whl").touch()
-    given = [str(tmp_path / word) if word == "other.whl" else word for word in words]
-    done = run(*given)
+    inputs = [str(tmp_path / word) if word == "other.whl" else word for word in words]
+    done = run(*inputs)
     assert done.returncode == status
     assert error in done.stderr
     assert "Traceback" not in done.stderr
@@ -122,8 +122,8 @@ def test_this_machines_wheel_is_built_last(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "build_wheel", native)
     monkeypatch.setattr(build, "repaired", lambda _, wheel, folder: wheel)
     environment, clock = Environment(tmp_path), build.Clock()
-    others = [each.name for each in load().platforms if each.name != os.uname().machine]
-    made = build.built(environment, tmp_path, load().platforms, clock, ROOT)
-    assert made == [*(tmp_path / name for name in others), Path("here.whl")]
+    others = [item.name for item in load().platforms if item.name != os.uname().machine]
+    created = build.built(environment, tmp_path, load().platforms, clock, ROOT)
+    assert created == [*(tmp_path / name for name in others), Path("here.whl")]
     assert order == [*others, "here"]
     assert len(clock.steps) == len(load().platforms)

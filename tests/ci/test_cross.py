@@ -62,16 +62,16 @@ def test_libraries_load_with_the_largest_pages() -> None:
 def test_a_wheel_gets_the_platforms_tag(core: Wheel, tmp_path: Path) -> None:
     tag = "cp310-abi3-linux_aarch64"
     stated = core.information["WHEEL"].replace(core.tag.encode(), tag.encode())
-    made = replace(core, tag=tag).with_information({"WHEEL": stated})
-    right = made.with_files({LIBRARY: elf(183)}).write(tmp_path / "right")
+    created = replace(core, tag=tag).with_information({"WHEEL": stated})
+    right = created.with_files({LIBRARY: elf(183)}).write(tmp_path / "right")
     (tmp_path / "tagged").mkdir()
     (tmp_path / "tagged" / "old.whl").touch()
     path = cross.tagged(right, ARM, tmp_path / "tagged")
-    assert [each.name for each in (tmp_path / "tagged").iterdir()] == [path.name]
+    assert [item.name for item in (tmp_path / "tagged").iterdir()] == [path.name]
     assert path.name == "scan_registry-0.1.0-cp310-abi3-manylinux_2_28_aarch64.whl"
     tags = re.findall(rb"^Tag: (.*)$", Wheel.read(path).information["WHEEL"], re.MULTILINE)
     assert tags == [b"cp310-abi3-manylinux_2_28_aarch64"]
-    wrong = made.with_files({LIBRARY: elf(62)}).write(tmp_path / "wrong")
+    wrong = created.with_files({LIBRARY: elf(62)}).write(tmp_path / "wrong")
     with pytest.raises(DevError, match=r"_launcher\.abi3\.so is not machine code for aarch64"):
         cross.tagged(wrong, ARM, tmp_path / "tagged")
 

@@ -87,9 +87,9 @@ def test_all_folders_are_looked_at() -> None:
 
 
 def test_no_call_leaves_its_encoding_to_the_locale() -> None:
-    found = {
+    result = {
         str(path.relative_to(ROOT)): lines
         for path in FILES
         if (lines := list(unnamed(path.read_text(encoding="utf-8"))))
     }
-    assert not found
+    assert not result

@@ -55,8 +55,8 @@ def real(tmp_path: Path) -> Callable[..., Release]:
     def make(variant: Variant = CUDA, **changes: Any) -> Release:
         binary, content = compile_variant(variant, SM90)
         path = tmp_path / f"{replace(binary, **changes).target.label}{archive.SUFFIX}"
-        held = replace(binary, **changes)
-        archive.write(path, held.target, [(held, content)], {"version": "0.1.0"})
+        stated = replace(binary, **changes)
+        archive.write(path, stated.target, [(stated, content)], {"version": "0.1.0"})
         return Release(tmp_path, (Archive(path),), load())
 
     return make
@@ -116,9 +116,9 @@ def attestation(binaries: list[Binary], folder: Path, error: float) -> None:
 def test_attested(release: Release, tmp_path: Path) -> None:
     needed = [
         binary
-        for held in release.archives
-        if held.arch.label in ("sm90", "ptx80")
-        for binary in held.binaries
+        for archive in release.archives
+        if archive.arch.label in ("sm90", "ptx80")
+        for binary in archive.binaries
     ]
     none = gates.attested(release, tmp_path)
     assert len(none.wrong) == len(needed) == 4
@@ -295,10 +295,10 @@ def test_vectors(release: Release) -> None:
     arm = replace(wheel, tag=wheel.tag.replace("x86_64", "aarch64"))
     library = Path(_cpu.__file__).read_bytes()
     arm.with_files({"scan_registry/ops/_cpu.abi3.so": library}).write(path.parent)
-    found = gates.vectorised(release)
-    assert found.looked_at == "1 wheels for aarch64"
+    result = gates.vectorised(release)
+    assert result.looked_at == "1 wheels for aarch64"
     if cross.foreign({"_cpu.so": library}, "aarch64"):
-        assert "not for AArch64" in found.wrong[0]
+        assert "not for AArch64" in result.wrong[0]
 
 
 def test_a_failed_gate_is_told_in_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,11 +122,11 @@ def test_the_jobs() -> None:
 def test_cibuildwheel_builds_what_the_matrix_says() -> None:
     names: list[str] = []
     for platform in MATRIX.platforms:
-        found = cibuildwheel(
+        result = cibuildwheel(
             "--print-build-identifiers", "--platform", "linux", "--archs", platform.name
         )
-        assert found.returncode == 0, found.stderr
-        names += found.stdout.split()
+        assert result.returncode == 0, result.stderr
+        names += result.stdout.split()
     assert tuple(names) == MATRIX.identifiers
 
 

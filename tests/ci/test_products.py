@@ -47,13 +47,13 @@ def test_the_default_wheel_has_every_archive(dist: Path, small: Parts) -> None:
 
 
 def test_each_architecture_has_a_package_with_its_archive(dist: Path, small: Parts) -> None:
-    made = wheels(dist / "pypi")
-    assert {name for name, _ in made} == {
+    created = wheels(dist / "pypi")
+    assert {name for name, _ in created} == {
         "scan_registry",
         *(f"scan_registry_{a}" for a in RELEASED),
     }
     for label in RELEASED:
-        wheel = made[f"scan_registry_{label}", "0.1.0"]
+        wheel = created[f"scan_registry_{label}", "0.1.0"]
         assert wheel.tag == "py3-none-any"
         assert held(wheel) == [label]
         module = f"scan_registry_{label}"
@@ -65,11 +65,11 @@ def test_each_architecture_has_a_package_with_its_archive(dist: Path, small: Par
 
 
 def test_the_labels_of_the_projects_own_index(dist: Path) -> None:
-    made = wheels(dist / "index")
-    assert {version for _, version in made} == {"0.1.0+cu129", "0.1.0+core"}
-    assert {(n, v) for n, v in made if v.endswith("core")} == {("scan_registry", "0.1.0+core")}
-    assert held(made["scan_registry", "0.1.0+core"]) == []
-    assert held(made["scan_registry", "0.1.0+cu129"]) == list(RELEASED)
+    created = wheels(dist / "index")
+    assert {version for _, version in created} == {"0.1.0+cu129", "0.1.0+core"}
+    assert {(n, v) for n, v in created if v.endswith("core")} == {("scan_registry", "0.1.0+core")}
+    assert held(created["scan_registry", "0.1.0+core"]) == []
+    assert held(created["scan_registry", "0.1.0+cu129"]) == list(RELEASED)
 
 
 def test_licence_and_bill_are_in_every_wheel(dist: Path) -> None:
@@ -84,7 +84,7 @@ def test_licence_and_bill_are_in_every_wheel(dist: Path) -> None:
                 f"{a}.scanreg" for a in held(wheel)
             ]
             for part in bill["components"]:
-                facts = {each["name"]: each["value"] for each in part["properties"]}
+                facts = {item["name"]: item["value"] for item in part["properties"]}
                 assert facts["scan-registry:version"] == "0.1.0"
                 assert facts["scan-registry:commit"].startswith("c0ffee")
                 assert facts["scan-registry:dirty"] == "False"
@@ -96,13 +96,13 @@ def test_a_providers_metadata(dist: Path, tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("METADATA", "entry_points.txt"):
         (folder / name).write_bytes(wheel.information[name])
-    found = Distribution.at(folder)
-    assert found.metadata["Name"] == "scan-registry-sm90"
-    assert found.metadata["License-Expression"] == "Apache-2.0"
-    assert found.requires == ["scan-registry>=0.1.0,<0.2"]
-    (point,) = found.entry_points
+    result = Distribution.at(folder)
+    assert result.metadata["Name"] == "scan-registry-sm90"
+    assert result.metadata["License-Expression"] == "Apache-2.0"
+    assert result.requires == ["scan-registry>=0.1.0,<0.2"]
+    (point,) = result.entry_points
     assert (point.group, point.value) == (providers.GROUP, "scan_registry_sm90")
-    assert "sm90" in (found.metadata.get_payload() or "")
+    assert "sm90" in (result.metadata.get_payload() or "")
 
 
 def test_the_same_parts_give_the_same_files(small: Parts, dist: Path, tmp_path: Path) -> None:
@@ -110,9 +110,6 @@ def test_the_same_parts_give_the_same_files(small: Parts, dist: Path, tmp_path: 
     for path in dist.rglob("*"):
         if path.is_file():
             assert (tmp_path / "again" / path.relative_to(dist)).read_bytes() == path.read_bytes()
-
-
-# --- What makes up no release -----------------------------------------------------------------
 
 
 def test_a_missing_architecture(job: Job) -> None:
@@ -137,9 +134,9 @@ def test_two_archives_for_one_architecture(job: Job) -> None:
     ],
 )
 def test_archives_of_different_commits(job: Job, origin: Any) -> None:
-    made = [job(label) for label in RELEASED[1:]]
+    created = [job(label) for label in RELEASED[1:]]
     with pytest.raises(DevError, match="not compiled from the same commit: sm80: "):
-        parts([job("sm80", origin=origin), *made], load())
+        parts([job("sm80", origin=origin), *created], load())
 
 
 def test_archives_of_another_version(job: Job) -> None:
@@ -158,9 +155,9 @@ def test_builds_that_differ(job: Job, core: Wheel) -> None:
 
 def test_another_platform_has_the_same_archives(job: Job, core: Wheel, tmp_path: Path) -> None:
     arm = replace(core, tag=core.tag.replace("x86_64", "aarch64"))
-    found = parts([*(job(label) for label in RELEASED), arm], load())
-    assert [wheel.tag for wheel in found.cores] == [core.tag, arm.tag]
-    write(found, load(), tmp_path)
+    result = parts([*(job(label) for label in RELEASED), arm], load())
+    assert [wheel.tag for wheel in result.cores] == [core.tag, arm.tag]
+    write(result, load(), tmp_path)
     names = {path.name for path in (tmp_path / "pypi").iterdir()}
     assert {f"scan_registry-0.1.0-{tag}.whl" for tag in (core.tag, arm.tag)} <= names
     other = arm.with_files({"scan_registry/__init__.py": b"# other"})

@@ -95,8 +95,8 @@ def copy(tmp_path: Path) -> Path:
             ignore=shutil.ignore_patterns("archives", "__pycache__"),
             dirs_exist_ok=True,
         )
-    found = distribution("scan-registry")
-    files = [file for file in found.files or () if file.parent.name.endswith(".dist-info")]
+    result = distribution("scan-registry")
+    files = [file for file in result.files or () if file.parent.name.endswith(".dist-info")]
     for file in files:
         target = place / file.parent.name / file.name
         target.parent.mkdir(exist_ok=True)
@@ -144,8 +144,8 @@ def test_a_family_is_a_folder(with_family: Path, stub_driver: Any) -> None:
     listed = json.loads(run(with_family, "-m", "scan_registry", "inspect", "--json").stdout)
     assert [a["arch"].replace("_", "").replace("compute", "ptx") for a in listed["archives"]]
     assert len(listed["archives"]) == len(RELEASED)
-    for each in listed["archives"]:
-        (binary,) = each["binaries"]
+    for archive in listed["archives"]:
+        (binary,) = archive["binaries"]
         assert binary["variant"] == "scale.scale:cuda:dtype=float32,threads=256"
 
     stub_driver.gpu((8, 6))
@@ -222,9 +222,6 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
     assert "scan_registry/kernels/common/affine.cuh" in names
 
 
-# --- An architecture --------------------------------------------------------------------------
-
-
 def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     """One in the matrix, one in the package, one in the table of GPUs, as the page says."""
     for line in ('"sm103": {"capability": "10.3"', "RELEASED = (", "| sm103 | 10.3 | B300 |"):
@@ -237,7 +234,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     script = "from scan_registry.aot.plan import chosen_archs; print(*(a.label for a in chosen_archs({})))"
     assert "sm103" in run(copy, "-c", script).stdout.split()
     requested = [sys.executable, "-m", "scan_registry", "doctor", "--for", "sm_103", "--json"]
-    found = subprocess.run(
+    result = subprocess.run(
         requested,
         cwd=copy,
         env={**os.environ, "PYTHONPATH": str(copy)},
@@ -246,7 +243,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
         encoding="utf-8",
         check=False,
     )
-    remedies = [r for finding in json.loads(found.stdout)["findings"] for r in finding["remedies"]]
+    remedies = [r for finding in json.loads(result.stdout)["findings"] for r in finding["remedies"]]
     assert "`pip install scan-registry-sm103`" in remedies
 
     shutil.copytree(ROOT / "ci", tmp_path / "ci")

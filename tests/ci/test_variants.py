@@ -53,10 +53,7 @@ def uv(index: Path, target: Path, *words: str, **environment: str) -> set[str]:
     return archives(target)
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [("8.6", {"sm80"}), ("12.0", {*RELEASED})],
-)
+@pytest.mark.parametrize(("capability", "expected"), [("8.6", {"sm80"}), ("12.0", {*RELEASED})])
 def test_uvs_preview_chooses_by_the_gpu(
     index: Path, tmp_path: Path, capability: str, expected: set[str]
 ) -> None:

@@ -64,7 +64,7 @@ def test_the_kernels_compute_in_vectors(tmp_path: Path) -> None:
             [
                 GCC,
                 *words,
-                *(f"-I{each}" for each in (headers, CSRC, ROOT / "kernels")),
+                *(f"-I{item}" for item in (headers, CSRC, ROOT / "kernels")),
                 *sources,
                 "-o",
                 library,

@@ -48,7 +48,7 @@ def test_workflows_read_and_leave_no_credentials(name: str) -> None:
 
 
 def test_only_jobs_that_publish_have_more_rights() -> None:
-    jobs = {name: job for each in WORKFLOWS.values() for name, job in each["jobs"].items()}
+    jobs = {name: job for workflow in WORKFLOWS.values() for name, job in workflow["jobs"].items()}
     assert {name: job["permissions"] for name, job in jobs.items() if "permissions" in job} == {
         "publish": {"id-token": "write"},
         "notes": {"contents": "write"},

@@ -88,12 +88,7 @@ def test_an_environment_of_another_python_is_not_reused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "archs"),
-    [
-        ("8.9\n9.0\n8.9", "sm89,sm90"),
-        ("8.7\n9.0", "ptx80,sm90"),
-        ("", "ptx80"),
-    ],
+    ("answer", "archs"), [("8.9\n9.0\n8.9", "sm89,sm90"), ("8.7\n9.0", "ptx80,sm90"), ("", "ptx80")]
 )
 def test_a_demo_compiles_for_the_gpus_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, archs: str

@@ -35,9 +35,9 @@ def run_page(page: Path, *, gpu: bool) -> None:
     """Its Python blocks in their order, in one namespace, as a reader would type them. The test counts as skipped
     where blocks are left out because a package is not installed."""
     names: dict[str, Any] = {"__name__": "__page__"}
-    held = [b for b in of_language("python") if b.page == page and (gpu or b.gpu is None)]
-    missing = {b.needs for b in held if b.needs and importlib.util.find_spec(b.needs) is None}
-    for block in held:
+    entries = [b for b in of_language("python") if b.page == page and (gpu or b.gpu is None)]
+    missing = {b.needs for b in entries if b.needs and importlib.util.find_spec(b.needs) is None}
+    for block in entries:
         if block.needs not in missing:
             # As many empty lines as stand before it, so that a traceback names the page's line.
             code = compile("\n" * block.line + block.text, str(page), "exec", dont_inherit=True)
@@ -58,8 +58,8 @@ def named(page: Path) -> str:
 
 
 def slow(page: Path) -> list[pytest.MarkDecorator]:
-    held = [b for b in of_language("python") if b.page == page and b.gpu is None]
-    return [pytest.mark.slow] if any(block.slow for block in held) else []
+    entries = [b for b in of_language("python") if b.page == page and b.gpu is None]
+    return [pytest.mark.slow] if any(block.slow for block in entries) else []
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,6 @@ def text_of(page: str) -> str:
     return (PAGES / page).read_text(encoding="utf-8")
 
 
-# --- Addresses --------------------------------------------------------------------------------
-
-
 def test_the_readme_is_short() -> None:
     assert 120 <= len(README.splitlines()) <= 180
 
@@ -85,14 +82,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
         if isinstance(entry, str):
             yield entry
         else:
-            for each in entry.values() if isinstance(entry, dict) else entry:
-                yield from leaves(each)
+            for item in entry.values() if isinstance(entry, dict) else entry:
+                yield from leaves(item)
 
     listed = list(leaves(configuration()["nav"]))
     assert sorted(listed) == sorted(str(page.relative_to(PAGES)) for page in PAGES.rglob("*.md"))
-
-
-# --- What has to be complete ------------------------------------------------------------------
 
 
 def package_files(*patterns: str) -> Iterator[Path]:
@@ -104,31 +98,31 @@ def package_files(*patterns: str) -> Iterator[Path]:
 
 def variables_read() -> set[str]:
     """Every environment variable that the package reads, from its sources."""
-    found: set[str] = set()
+    result: set[str] = set()
     for path in package_files("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 own = re.fullmatch(r"SCAN_REGISTRY_[A-Z_]+", node.value)
-                found |= {node.value} if own else set()
-            given: ast.AST | None = None
+                result |= {node.value} if own else set()
+            inputs: ast.AST | None = None
             if isinstance(node, ast.Call) and node.args:
                 called = ast.unparse(node.func)
-                given = node.args[0] if called in ("os.environ.get", "os.getenv", "flag") else None
+                inputs = node.args[0] if called in ("os.environ.get", "os.getenv", "flag") else None
             elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
-                given = node.slice
+                inputs = node.slice
             elif isinstance(node, ast.Compare) and "os.environ" in map(
                 ast.unparse, node.comparators
             ):
-                given = node.left
-            if isinstance(given, ast.Constant):
-                found.add(given.value)
+                inputs = node.left
+            if isinstance(inputs, ast.Constant):
+                result.add(inputs.value)
     for path in [
         *package_files("*.c", "*.h"),
         *ROOT.glob("scan_registry/csrc/*.[ch]"),
         *ROOT.glob("kernels/*/cpu/*.[ch]"),
     ]:
-        found |= set(re.findall(r"\bgetenv\(\"(\w+)\"\)", path.read_text(encoding="utf-8")))
-    return found
+        result |= set(re.findall(r"\bgetenv\(\"(\w+)\"\)", path.read_text(encoding="utf-8")))
+    return result
 
 
 def test_the_table_of_environment_variables_is_complete() -> None:
@@ -174,10 +168,10 @@ def test_names_of_the_package_in_text_are_there(page: Path) -> None:
     for name in set(re.findall(r"\bscan_registry(?:\.[A-Za-z_]+)+\b(?![/\w])", text)):
         if name in ("scan_registry.archives", "scan_registry.aot", "scan_registry.kernels"):
             continue  # the group of entry points; what only builds use
-        found: Any = scan_registry
+        result: Any = scan_registry
         for part in name.split(".")[1:]:
-            assert hasattr(found, part), name
-            found = getattr(found, part)
+            assert hasattr(result, part), name
+            result = getattr(result, part)
 
 
 #: Words that were given up in documents, and what is written instead.
@@ -198,5 +192,5 @@ WORDS = {
 def test_words_that_were_given_up_are_not_used(page: Path) -> None:
     text = page.read_text(encoding="utf-8").replace("--no-peers", "").replace("--goals", "")
     for word, better in WORDS.items():
-        found = re.search(rf"\b(?:{word})\b", text, re.IGNORECASE)
-        assert found is None, f"{found[0]!r}: write {better}"
+        result = re.search(rf"\b(?:{word})\b", text, re.IGNORECASE)
+        assert result is None, f"{result[0]!r}: write {better}"

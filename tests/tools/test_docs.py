@@ -21,8 +21,8 @@ def docs(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_what_is_made_is_current(docs: ModuleType) -> None:
-    found = [str(path.relative_to(ROOT)) for path in docs.stale()]
-    assert not found, f"{', '.join(found)}: run `python tools/docs.py`"
+    result = [str(path.relative_to(ROOT)) for path in docs.stale()]
+    assert not result, f"{', '.join(result)}: run `python tools/docs.py`"
 
 
 def test_every_command_and_option_is_on_its_page(docs: ModuleType) -> None:

@@ -20,9 +20,6 @@ def test_each_says_how_to_start_it() -> None:
         assert not path.name.startswith("test_")  # pytest would collect it
 
 
-# --- Threads ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def race() -> Any:
     return load(STRESS / "race.py")
@@ -48,8 +45,6 @@ def test_differences_and_errors_are_seen(race: Any) -> None:
     (problem,) = wrong.problems
     assert problem.startswith("thread 0: RuntimeError")
 
-
-# --- Releases of torch ------------------------------------------------------------------------
 
 VERSIONS = ["2.15.0", "2.13.0+cpu", "2.13.0", "2.9.1", "2.9.0", "2.6.0"]
 
@@ -88,9 +83,6 @@ def test_a_release_that_is_not_there_fails_if_it_must_not(
     wheel = tmp_path / "some.whl"
     wheel.touch()
     assert matrix.main([*strict, "--wheel", str(wheel)]) == status
-
-
-# --- aarch64 ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -35,15 +35,15 @@ def test_fitting_again_gives_the_same_estimates(tool: Any, written: Any) -> None
     assert fitted.keys() == written.keys()
     assert fitted["gpus"] == written["gpus"]
     for kernel in tool.kernels():
-        there, here = (each["kernels"][kernel.head] for each in (written, fitted))
+        there, here = (item["kernels"][kernel.head] for item in (written, fitted))
         assert there.keys() == here.keys()
-        for each in tool.every(kernel)[::20]:
-            of = geometry(each.text)
+        for item in tool.every(kernel)[::20]:
+            of = geometry(item.text)
             if of and of.design in here:
-                gpu = written["gpus"][each.gpu]
-                work = work_of(of, each.row.sizes, gpu["sm_count"], gpu["bandwidth"])
+                gpu = written["gpus"][item.gpu]
+                work = work_of(of, item.row.sizes, gpu["sm_count"], gpu["bandwidth"])
                 ratio = milliseconds(work, here[of.design]) / milliseconds(work, there[of.design])
-                assert abs(math.log(ratio)) < 0.03, each.text
+                assert abs(math.log(ratio)) < 0.03, item.text
 
 
 def test_timing_needs_a_gpu(

@@ -26,11 +26,11 @@ def tool() -> types.ModuleType:
 
 
 def tuned(text: str, ms: float, number: int = 0, run: Run = RUN) -> TuningResult:
-    (each,) = posed([Case.parse(text)], ["cuda"], ["forward"])
-    label = each.kernel.label(each.variants(Target((9, 0)))[number])
+    (item,) = posed([Case.parse(text)], ["cuda"], ["forward"])
+    label = item.kernel.label(item.variants(Target((9, 0)))[number])
     timings = {label: Timing(ms, 0.1, 11)}
     return TuningResult(
-        each, Measured(each.kernel.head, str(each), each.shape, timings, run), label
+        item, Measured(item.kernel.head, str(item), item.shape, timings, run), label
     )
 
 
@@ -41,7 +41,7 @@ def test_tables_grow_and_measurements_are_replaced(tool: Any, tmp_path: Path) ->
     assert tool.save(tmp_path, "sm_90", [tuned(second, 2.0)]) == [path]
     tool.save(tmp_path, "sm_90", [tuned(first, 3.0)])
     table = Table.read(path)
-    times = {each.problem: [t.ms for t in each.timings.values()] for each in table.measured}
+    times = {item.problem: [t.ms for t in item.timings.values()] for item in table.measured}
     assert times == {f"{first} forward": [3.0], f"{second} forward": [2.0]}
     assert [*path.parent.iterdir()] == [path]
     assert set(table.tunings()) == {
@@ -59,7 +59,7 @@ def test_another_gpu_gets_a_table_for_itself(tool: Any, tmp_path: Path) -> None:
         assert path.name == "sm90-h100-80gb-hbm3.json"
         table = Table.read(path)
         assert (table.exclusive, table.gpus) == (True, (run.gpu,))
-        assert [t.ms for each in table.measured for t in each.timings.values()] == [ms]
+        assert [t.ms for item in table.measured for t in item.timings.values()] == [ms]
     assert general.read_bytes() == before
     assert tool.save(tmp_path, "sm_90", [tuned(problem, 4.0)]) == [general]
     assert tool.known(tmp_path, "sm_90") == [Case.parse(problem)]
@@ -90,21 +90,21 @@ def test_times_of_variants_that_are_gone_go(tool: Any, tmp_path: Path) -> None:
     path.write_text(written.text(), encoding="utf-8")
     assert gone in Table.read(path).measured[0].timings
     tool.save(tmp_path, "sm_90", [tuned(second, 2.0)])
-    assert [[*each.timings] for each in Table.read(path).measured] == [[now.best]] * 2
+    assert [[*item.timings] for item in Table.read(path).measured] == [[now.best]] * 2
 
 
 def test_a_run(
     tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine is that of ``scan-registry tune``; its results are kept as they come."""
-    found = tuned("time_last:2,8,512:float32", 1.0)
+    actual = tuned("time_last:2,8,512:float32", 1.0)
 
     class Tuner:
         device = types.SimpleNamespace(name="Imaginary", arch="sm_90", capability=(9, 0))
-        run, tuned, left_out, refused = RUN, [found], (), types.MappingProxyType({})
+        run, tuned, left_out, refused = RUN, [actual], (), types.MappingProxyType({})
 
         def tune(self, problems: Any) -> None:
-            assert {each.case.dtype for each in problems} == {
+            assert {problem.case.dtype for problem in problems} == {
                 "float32" if "--known" in sys.argv else "bfloat16"
             }
             self.keep()
@@ -123,17 +123,17 @@ def test_a_run(
     assert "--dtype is 'int8'" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*words, "--only", "steps=2"])
     assert tool.main() == 0
-    wanted = {v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)}
+    wanted = {v for v in actual.posed.variants(Target((9, 0))) if tuner.only(v)}
     assert (
-        wanted == {v for v in found.posed.variants(Target((9, 0))) if "steps=2" in str(v)} != set()
+        wanted == {v for v in actual.posed.variants(Target((9, 0))) if "steps=2" in str(v)} != set()
     )
-    held = next(v for v in found.posed.variants(Target((9, 0))))
+    contents = next(v for v in actual.posed.variants(Target((9, 0))))
     archive = types.SimpleNamespace(arch=Target((9, 0)))
-    binaries = [(archive, types.SimpleNamespace(variant=held))]
+    binaries = [(archive, types.SimpleNamespace(variant=contents))]
     monkeypatch.setattr(tool, "catalogue", lambda: binaries)
     monkeypatch.setattr(sys, "argv", [*words, "--installed"])
     assert tool.main() == 0
-    assert [v for v in found.posed.variants(Target((9, 0))) if tuner.only(v)] == [held]
+    assert [v for v in actual.posed.variants(Target((9, 0))) if tuner.only(v)] == [contents]
     monkeypatch.setattr(sys, "argv", ["tune", "--known", "--folder", str(tmp_path)])
     assert tool.main() == 0  # of the one case in the table
     monkeypatch.setattr(sys, "argv", [*words, "--known"])

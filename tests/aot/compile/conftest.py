@@ -16,10 +16,10 @@ from scan_registry.kernels.model import Kernel, Variant
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
-    made = Toy(tmp_path / "kernels" / "toy")
+    created = Toy(tmp_path / "kernels" / "toy")
     monkeypatch.setattr(nvrtc, "ROOT", tmp_path / "kernels")
-    monkeypatch.setattr(compiling, "family", made.family)
-    return made
+    monkeypatch.setattr(compiling, "family", created.family)
+    return created
 
 
 @pytest.fixture
