@@ -130,8 +130,8 @@ def test_a_dtype_is_read_when_it_is_needed(archive_factory: Factory) -> None:
     whole = Archive(path)
     for dtype in ("float32", "bfloat16"):
         expected = tuple(str(v) for v in wanted if v.text("dtype") == dtype)
-        found = whole.of("linear_scan", kernel.name, "cuda", dtype)
-        assert tuple(entry.text for entry in found) == expected
+        actual = whole.of("linear_scan", kernel.name, "cuda", dtype)
+        assert tuple(entry.text for entry in actual) == expected
     assert whole.of("linear_scan", kernel.name, "triton", "float32") == ()
     content = bytearray(path.read_bytes())
     content[-10] ^= 1
@@ -235,10 +235,7 @@ def sealed_section(path: Path, parts: Any, change: Callable[[list[bytes]], list[
             for text in (b"", b"null", b"\xff\xfe", b"[" * 200_000)
         ),
         *(
-            (
-                lambda lines, text=text: [*lines[:2], lines[2][:-1] + text],
-                "binary 1 of the section",
-            )
+            (lambda lines, text=text: [*lines[:2], lines[2][:-1] + text], "binary 1 of the section")
             for text in (b', "variant": "x"}', b', "target": "sm_90"}')
         ),
     ],

@@ -25,17 +25,17 @@ VARIANTS = FAMILY.variants()
 @pytest.fixture(scope="module")
 def intact(a_binary: Make) -> tuple[bytes, dict[str, bytes]]:
     """An archive's bytes, and what it holds by variant."""
-    held = [
+    entries = [
         a_binary(variant, content=bytes([i]) * (i * 7)) for i, variant in enumerate(VARIANTS[:4])
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sm90.scanreg"
-        archive.write(path, SM90, held, {"version": "1"})
+        archive.write(path, SM90, entries, {"version": "1"})
         content = path.read_bytes()
-    return content, {str(binary.variant): code for binary, code in held}
+    return content, {str(binary.variant): code for binary, code in entries}
 
 
-def survives(path: Path, held: dict[str, bytes]) -> None:
+def survives(path: Path, contents: dict[str, bytes]) -> None:
     """What can be read of the file is right, and the rest raises ``ArchiveError`` with its name."""
     damaged = Archive(path)
     refusals = []
@@ -51,7 +51,7 @@ def survives(path: Path, held: dict[str, bytes]) -> None:
             refusals.append(str(error))
         else:
             assert digest(content) == binary.sha256
-            assert content in held.values()
+            assert content in contents.values()
     assert all(str(path) in refusal for refusal in refusals)
 
 
@@ -60,7 +60,7 @@ def survives(path: Path, held: dict[str, bytes]) -> None:
 def test_random_damage_is_noticed(
     intact: tuple[bytes, dict[str, bytes]], data: st.DataObject
 ) -> None:
-    content, held = bytearray(intact[0]), intact[1]
+    content, contents = bytearray(intact[0]), intact[1]
     positions = st.integers(0, len(content) - 1)
     flips = data.draw(st.lists(st.tuples(positions, st.integers(1, 255)), max_size=3))
     for position, bits in flips:
@@ -69,9 +69,9 @@ def test_random_damage_is_noticed(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sm90.scanreg"
         path.write_bytes(content[:cut])
-        survives(path, held)
+        survives(path, contents)
         if content[:cut] == intact[0]:
-            assert len(Archive(path).binaries) == len(held)
+            assert len(Archive(path).binaries) == len(contents)
 
 
 JSON = st.recursive(

@@ -31,37 +31,37 @@ def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
         Tuning.of("sm_90", "x", "d", {"k": [Row({"time": 8}, {"a": 1.0})]}),
         Tuning.of("sm_80", "y", "d", {}),
     )
-    held = [a_binary(variant) for variant in variants]
+    entries = [a_binary(variant) for variant in variants]
     path, target = tmp_path / "sm90.scanreg", Target.parse("sm90")
-    given = {variants[0].head: tunings, "a.kernel:cuda": tunings}
-    archive.write(path, target, held, ORIGIN, given)
-    found = Archive(path)
-    assert found.tunings(variants[0].head) == tunings
-    assert found.tunings(variants[1].head) == ()
-    assert found.tunings("a.kernel:cuda") == ()
-    assert found.binaries == tuple(binary for binary, _ in held)
+    inputs = {variants[0].head: tunings, "a.kernel:cuda": tunings}
+    archive.write(path, target, entries, ORIGIN, inputs)
+    result = Archive(path)
+    assert result.tunings(variants[0].head) == tunings
+    assert result.tunings(variants[1].head) == ()
+    assert result.tunings("a.kernel:cuda") == ()
+    assert result.binaries == tuple(binary for binary, _ in entries)
     without = tmp_path / "other" / "sm90.scanreg"
-    archive.write(without, target, held, ORIGIN)
-    archive.write(path, target, held, ORIGIN, {"a.kernel:cuda": tunings})
+    archive.write(without, target, entries, ORIGIN)
+    archive.write(path, target, entries, ORIGIN, {"a.kernel:cuda": tunings})
     assert path.read_bytes() == without.read_bytes()
 
 
 def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
     kernel, size = FAMILY.kernels[0], chunks.PLAIN + 1
     variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
-    held = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
-    labels = [kernel.label(binary.variant) for binary, _ in held]
+    entries = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
+    labels = [kernel.label(binary.variant) for binary, _ in entries]
     rows = [
         Row({"time": time}, {labels[fastest]: 1.0, labels[0]: 2.0})
         for time, fastest in enumerate((2, 3, 3, 1, 3, 2), 1)
     ]
     tunings = tuple(Tuning.of("sm_90", "x", "d", {"k": half}) for half in (rows[:2], rows[2:]))
     path = tmp_path / "sm90.scanreg"
-    archive.write(path, Target.parse("sm90"), held, ORIGIN, {kernel.head: tunings})
-    found = Archive(path)
-    assert found.binaries == tuple(binary for binary, _ in held)
-    assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
-    places = [entry.place for entry in found.of("linear_scan", kernel.name)]
+    archive.write(path, Target.parse("sm90"), entries, ORIGIN, {kernel.head: tunings})
+    result = Archive(path)
+    assert result.binaries == tuple(binary for binary, _ in entries)
+    assert [result.read(binary) for binary, _ in entries] == [content for _, content in entries]
+    places = [entry.place for entry in result.of("linear_scan", kernel.name)]
     # What is the fastest nowhere is in a chunk of its own.
     assert places == [(1, 0), (0, 2 * size), (0, size), (0, 0)]
 
@@ -71,31 +71,37 @@ def test_binaries_with_the_same_static_parameters_are_together(
 ) -> None:
     (a, b, *_), (other, another, *_), *_ = KINDS
     variants = [a, other, b, another]
-    held = [a_binary(v, content=bytes([i]) * (chunks.SIZE // 2)) for i, v in enumerate(variants)]
+    binaries = [
+        a_binary(v, content=bytes([i]) * (chunks.SIZE // 2)) for i, v in enumerate(variants)
+    ]
     path = tmp_path / "sm90.scanreg"
-    archive.write(path, SM90, held, ORIGIN)
+    archive.write(path, SM90, binaries, ORIGIN)
     entries = Archive(path).of("linear_scan", FAMILY.kernels[0].name)
     first, second, third, fourth = (entry.place[0] for entry in entries)
     assert first == third != second == fourth
-    assert [Archive(path).read(binary) for binary, _ in held] == [content for _, content in held]
+    assert [Archive(path).read(binary) for binary, _ in binaries] == [
+        content for _, content in binaries
+    ]
 
 
 def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
     tmp_path: Path, a_binary: Make
 ) -> None:
     kernel, half = FAMILY.kernels[0], chunks.SMALL // 2
-    held = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(KINDS[0][:6])]
+    binaries = [a_binary(v, content=bytes([i]) * half) for i, v in enumerate(KINDS[0][:6])]
     rows = [
         Row({"time": time}, {kernel.label(binary.variant): 1.0})
-        for time, (binary, _) in enumerate(held[:4], 1)
+        for time, (binary, _) in enumerate(binaries[:4], 1)
     ]
     for arch, expected in (("sm_90", [0, 0, 1, 1, 2, 2]), ("sm_80", [0] * 6)):
         path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
-        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
-        found = Archive(path)
-        entries = found.of("linear_scan", kernel.name)
+        archive.write(path, SM90, binaries, ORIGIN, {kernel.head: [tuning]})
+        actual = Archive(path)
+        entries = actual.of("linear_scan", kernel.name)
         assert [entry.place[0] for entry in entries] == expected
-        assert [found.read(binary) for binary, _ in held] == [content for _, content in held]
+        assert [actual.read(binary) for binary, _ in binaries] == [
+            content for _, content in binaries
+        ]
 
 
 def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_small(
@@ -105,31 +111,35 @@ def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_
     variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
     often = chunks.OFTEN
     sizes, wins = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9), (often, often, often - 1, often + 1)
-    held = [
+    entries = [
         a_binary(v, content=bytes([i]) * size)
         for i, (v, size) in enumerate(zip(variants, sizes, strict=True))
     ]
     rows = [
         Row({"time": time}, {kernel.label(binary.variant): 1.0})
-        for (binary, _), count in zip(held, wins, strict=True)
+        for (binary, _), count in zip(entries, wins, strict=True)
         for time in range(1, count + 1)
     ]
     for arch, plain in (("sm_90", {0, 3}), ("sm_80", set())):
         path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
-        archive.write(path, SM90, held, ORIGIN, {kernel.head: [tuning]})
+        archive.write(path, SM90, entries, ORIGIN, {kernel.head: [tuning]})
         code = archive_parts.of(path.read_bytes()).code
-        assert {i for i, (_, content) in enumerate(held) if chunks.stored(content) in code} == plain
-        assert [Archive(path).read(binary) for binary, _ in held] == [each for _, each in held]
+        assert {
+            i for i, (_, content) in enumerate(entries) if chunks.stored(content) in code
+        } == plain
+        assert [Archive(path).read(binary) for binary, _ in entries] == [
+            item for _, item in entries
+        ]
 
 
 @pytest.mark.parametrize("tunings", [3, "x", [3], [{}], {"arch": 1}])
 def test_tunings_that_are_none(
     tmp_path: Path, a_binary: Make, archive_parts: Any, tunings: Any
 ) -> None:
-    path, held = tmp_path / "sm90.scanreg", a_binary()
-    archive.write(path, Target.parse("sm90"), [held], ORIGIN)
+    path, contents = tmp_path / "sm90.scanreg", a_binary()
+    archive.write(path, Target.parse("sm90"), [contents], ORIGIN)
     parts = archive_parts.of(path.read_bytes())
-    head = held[0].variant.head
+    head = contents[0].variant.head
     parts.tunings[head] = tunings
     path.write_bytes(parts.together())
     with pytest.raises(ArchiveError, match=r"sm90\.scanreg: the tunings of linear_scan\."):

@@ -73,10 +73,10 @@ def written(
 ) -> tuple[Path, list[tuple[Binary, bytes]]]:
     """An archive with three binaries in a chunk, one in the next, and one that is larger than a chunk."""
     sizes = [100_000, 300_000, 2 * chunks.SIZE, chunks.SIZE - 100, 10]
-    held = [a_binary(v, content=noise(s, s)) for v, s in zip(VARIANTS, sizes, strict=True)]
+    entries = [a_binary(v, content=noise(s, s)) for v, s in zip(VARIANTS, sizes, strict=True)]
     path = tmp_path_factory.mktemp("spread") / "sm90.scanreg"
-    archive.write(path, SM90, held, {"version": "1"})
-    return path, held
+    archive.write(path, SM90, entries, {"version": "1"})
+    return path, entries
 
 
 @pytest.fixture
@@ -84,34 +84,34 @@ def spread(
     tmp_path: Path, written: tuple[Path, list[tuple[Binary, bytes]]]
 ) -> tuple[Path, list[tuple[Binary, bytes]]]:
     """A copy of that archive, for one test."""
-    path, held = written
-    return Path(shutil.copyfile(path, tmp_path / path.name)), held
+    path, contents = written
+    return Path(shutil.copyfile(path, tmp_path / path.name)), contents
 
 
 @pytest.fixture
 def small(tmp_path: Path, a_binary: Make) -> tuple[Path, list[tuple[Binary, bytes]]]:
     """An archive of little binaries, in one chunk."""
-    held = [a_binary(v, content=noise(n, 100)) for n, v in enumerate(VARIANTS)]
+    entries = [a_binary(v, content=noise(n, 100)) for n, v in enumerate(VARIANTS)]
     path = tmp_path / "sm90.scanreg"
-    archive.write(path, SM90, held, {"version": "1"})
-    return path, held
+    archive.write(path, SM90, entries, {"version": "1"})
+    return path, entries
 
 
 def test_those_of_like_size_share_a_chunk_up_to_its_size_as_they_were_given(
     spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any
 ) -> None:
-    path, held = spread
+    path, contents = spread
     (document,) = archive_parts.of(path.read_bytes()).sections.values()
     assert [own["chunk"] for own in document["binaries"]] == [0, 0, 2, 1, 0]
     assert [own["offset"] for own in document["binaries"]] == [0, 100_000, 0, 0, 400_000]
     opened = Archive(path)
-    assert {binary: opened.read(binary) for binary in opened.binaries} == dict(held)
+    assert {binary: opened.read(binary) for binary in opened.binaries} == dict(contents)
 
 
 def test_damage_to_a_chunk_spares_what_lies_before_it_and_in_others(
     spread: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any
 ) -> None:
-    path, held = spread
+    path, contents = spread
     parts = archive_parts.of(path.read_bytes())
     (document,) = parts.sections.values()
     inside = document["chunks"][0][0] + 200_000
@@ -121,7 +121,7 @@ def test_damage_to_a_chunk_spares_what_lies_before_it_and_in_others(
     for order in ORDERS:
         for read in (opened.read, opened.reader()):
             for number in order:
-                binary, content = held[number]
+                binary, content = contents[number]
                 if number == 1:
                     with pytest.raises(ArchiveError, match=str(binary.variant)):
                         read(binary)
@@ -132,14 +132,14 @@ def test_damage_to_a_chunk_spares_what_lies_before_it_and_in_others(
 def test_a_reader_decompresses_no_chunk_twice(
     spread: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, held = spread
+    path, contents = spread
     opened, first_one = [], chunks.Opened
     monkeypatch.setattr(chunks, "Opened", lambda chunk: opened.append(chunk) or first_one(chunk))
     for order in ORDERS:
         opened.clear()
         read = Archive(path).reader()
         for number in (*order, *order):
-            binary, content = held[number]
+            binary, content = contents[number]
             assert read(binary) == content
         assert len(opened) == len(set(opened)) == 3
 
@@ -148,21 +148,21 @@ def test_a_reader_decompresses_no_chunk_twice(
 def test_chunks_that_are_none(
     small: tuple[Path, list[tuple[Binary, bytes]]], archive_parts: Any, listed: object
 ) -> None:
-    path, held = small
+    path, contents = small
     parts = archive_parts.of(path.read_bytes())
     (document,) = parts.sections.values()
     document["chunks"] = listed
     path.write_bytes(parts.together())
     with pytest.raises(ArchiveError, match=r"sm90\.scanreg"):
-        Archive(path).read(held[0][0])
+        Archive(path).read(contents[0][0])
 
 
 def test_a_python_without_lzma(
     small: tuple[Path, list[tuple[Binary, bytes]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, held = small
+    path, contents = small
     monkeypatch.setattr(chunks, "lzma", None)
     with pytest.raises(ArchiveError, match="needs the module lzma"):
-        Archive(path).read(held[0][0])
+        Archive(path).read(contents[0][0])
     with pytest.raises(OSError, match="needs the module lzma"):
-        archive.write(path, SM90, held, {"version": "1"})
+        archive.write(path, SM90, contents, {"version": "1"})

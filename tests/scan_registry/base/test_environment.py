@@ -54,7 +54,7 @@ def taken_as_flags(source: str) -> list[int]:
             requested += node.values
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "bool":
             requested += node.args
-    return [each.lineno for each in requested if _reads(each)]
+    return [item.lineno for item in requested if _reads(item)]
 
 
 def _reads(node: ast.expr) -> bool:

@@ -120,8 +120,8 @@ def test_baselines_are_timed_where_they_take_the_case(
     ],
 )
 def test_what_baselines_refuse(baseline: Baseline, text: str, reason: str | None) -> None:
-    found = baseline.refuses(Case.parse(text))
-    assert found is None if reason is None else reason in (found or "")
+    result = baseline.refuses(Case.parse(text))
+    assert result is None if reason is None else reason in (result or "")
     if reason is not None:
         assert baseline.kernel_call(Case.parse(text), "forward", CPU) is None
 

@@ -19,8 +19,6 @@ from scan_registry.bench import plot
 from scan_registry.cli import main
 from scan_registry.ops.operator import PASSES
 
-# --- The command ------------------------------------------------------------------------------
-
 
 def test_a_row_for_every_length_and_pass(capsys: Capture) -> None:
     out = bench(capsys, "--seqlens", "16,32")
@@ -43,15 +41,15 @@ def test_a_row_for_every_length_and_pass(capsys: Capture) -> None:
 
 
 def test_the_document(capsys: Capture) -> None:
-    found = document(capsys, "--seqlens", "16, 32,16", "--dtype", "fp32", "--layout", "time_last")
-    assert found["gpu"] is None
-    assert found["torch"] == torch.__version__
-    assert found["scan_registry"] == importlib.metadata.version("scan-registry")
-    cases = [timing["case"] for timing in found["timings"]]
+    report = document(capsys, "--seqlens", "16, 32,16", "--dtype", "fp32", "--layout", "time_last")
+    assert report["gpu"] is None
+    assert report["torch"] == torch.__version__
+    assert report["scan_registry"] == importlib.metadata.version("scan-registry")
+    cases = [timing["case"] for timing in report["timings"]]
     assert cases[0] == {
         "layout": "time_last", "batch": 2, "channels": 8, "time": 16, "dtype": "float32"
     }  # fmt: skip
-    who = [(t["case"]["time"], t["direction"], t["who"]) for t in found["timings"]]
+    who = [(t["case"]["time"], t["direction"], t["who"]) for t in report["timings"]]
     assert who == [
         (time, direction, who)
         for time in (16, 32)
@@ -61,9 +59,9 @@ def test_the_document(capsys: Capture) -> None:
             ("backward", "scan-registry cpu"),
         )
     ]
-    for entry in found["timings"]:
+    for entry in report["timings"]:
         traffic = 2 * 8 * entry["case"]["time"] * 4 * (3 if entry["direction"] == "forward" else 5)
-        roofline = traffic / found["streaming_bytes_per_ms"]
+        roofline = traffic / report["streaming_bytes_per_ms"]
         assert entry["roofline_ms"] == pytest.approx(roofline)
 
 
@@ -74,9 +72,6 @@ def test_recorded_results_have_the_documents_form() -> None:
         jsonschema.Draft202012Validator(schema()).validate(
             json.loads(path.read_text(encoding="utf-8"))
         )
-
-
-# --- What it refuses --------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("untimed")
@@ -104,9 +99,6 @@ def test_arguments_that_cannot_be_meant(
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "cpu:0"])
 def test_devices_that_are_not_here(name: str, capsys: Capture) -> None:
     assert f"--device is {name!r}; accepted here are cpu" in refusal(capsys, "--device", name)
-
-
-# --- The picture ------------------------------------------------------------------------------
 
 
 def test_more_than_the_memory_holds(capsys: Capture) -> None:
@@ -163,7 +155,7 @@ def test_a_line_for_everyone_and_the_roofline(
     drawing.Figure = Figure
     monkeypatch.setitem(sys.modules, "matplotlib", types.ModuleType("matplotlib"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", drawing)
-    found = document(capsys, "--seqlens", "32,16", "--plot_name", str(tmp_path / "out"))
+    report = document(capsys, "--seqlens", "32,16", "--plot_name", str(tmp_path / "out"))
     drawn = json.loads((tmp_path / "out.png").read_text(encoding="utf-8"))
     assert drawn["title"].endswith("threads: channel_last, 2 × 8, bfloat16")
     assert {name: [*lines] for name, lines in drawn["panels"].items()} == {
@@ -172,7 +164,7 @@ def test_a_line_for_everyone_and_the_roofline(
         "forward, of the roofline": ["scan-registry cpu", "torch.mul"],
         "backward, of the roofline": ["scan-registry cpu"],
     }
-    for entry in found["timings"]:
+    for entry in report["timings"]:
         times, ms = drawn["panels"][entry["direction"]][entry["who"]]
         assert times == [16, 32]
         assert entry["ms"] in ms
@@ -203,21 +195,18 @@ def test_a_picture_that_cannot_be_written(
     assert f"--plot: {tmp_path / 'x.svg'} cannot be written: disk full" in captured.err
 
 
-# --- On a GPU ---------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(capsys: Capture) -> None:
     words = ("--bs", "2", "--d_model", "64", "--seqlens", "128", "--no-baselines", "--json")
     assert main(["bench", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(schema()).validate(found)
-    assert found["gpu"] == torch.cuda.get_device_name()
-    assert [(t["direction"], t["who"]) for t in found["timings"]] == [
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(report)
+    assert report["gpu"] == torch.cuda.get_device_name()
+    assert [(t["direction"], t["who"]) for t in report["timings"]] == [
         (direction, f"scan-registry {language}")
         for direction in PASSES
         for language in ("cuda", "triton")
     ]
-    for entry in found["timings"]:
+    for entry in report["timings"]:
         assert entry["roofline"].startswith("roofline.stream:cuda:")
         assert entry["roofline_ms"] < 10 * entry["ms"]

@@ -42,7 +42,7 @@ def test_torchrun_times_all_ranks(tmp_path: Path) -> None:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(document)
     assert document["ranks"] == 2
-    rows = {(each["direction"], each["who"]): each for each in document["timings"]}
+    rows = {(timing["direction"], timing["who"]): timing for timing in document["timings"]}
     both = {"all ranks", "one rank"}
     for direction, others in (
         ("forward", {"copy", "all-gather"}),

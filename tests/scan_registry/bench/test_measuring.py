@@ -34,8 +34,8 @@ def test_recordings_take_turns() -> None:
             return next(self.times)
 
     assert timing.ROUNDS == 11
-    found = timing.compete([Scripted("a", 1.0), Scripted("b", 2.0)])
-    assert found == [(5.0, 10.0), (10.0, 20.0)]
+    result = timing.compete([Scripted("a", 1.0), Scripted("b", 2.0)])
+    assert result == [(5.0, 10.0), (10.0, 20.0)]
     assert order == ["a", "b"] * (timing.WARM_UP + timing.ROUNDS)
 
 

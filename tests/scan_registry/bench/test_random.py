@@ -23,9 +23,6 @@ from scan_registry.ops.operator import PASSES
 MANY = linear_scan_random.draw(2000, 1)
 
 
-# --- What is drawn ----------------------------------------------------------------------------
-
-
 def test_a_seed_gives_the_same_cases() -> None:
     assert linear_scan_random.draw(40, 7) == linear_scan_random.draw(50, 7)[:40]
     assert not {*linear_scan_random.draw(40, 7)} & {*linear_scan_random.draw(40, 8)}
@@ -49,28 +46,22 @@ def test_sizes_are_in_their_ranges() -> None:
             assert case.sequences <= max(1, case.time // 16)
 
 
-# --- What it comes to -------------------------------------------------------------------------
-
-
 def timing(ratio: float, number: int, who: str = "scan-registry auto", way: str = "forward") -> Any:
     return Timing(Case("time_last", 1, 1, number + 1, "float32"), way, who, 1 / ratio, 0.0, 1.0)
 
 
 def test_means_and_percentiles() -> None:
     timings = [timing(0.1 * (n + 1), n) for n in range(11)]
-    (found,) = shares(timings)
-    assert found.direction == "forward"
-    assert found.geometric_mean == pytest.approx(0.1 * math.factorial(11) ** (1 / 11))
-    assert found.tenth_percentile == pytest.approx(0.2)
-    assert [each.timing.case.time for each in found.worst] == [*range(1, NAMED + 1)]
-    (found,) = shares([timing(0.5, 0), timing(1.0, 1)])
-    assert found.tenth_percentile == pytest.approx(0.55)
-    (found,) = shares([timing(0.5, 0)])
-    assert found.tenth_percentile == found.geometric_mean == pytest.approx(0.5)
+    (result,) = shares(timings)
+    assert result.direction == "forward"
+    assert result.geometric_mean == pytest.approx(0.1 * math.factorial(11) ** (1 / 11))
+    assert result.tenth_percentile == pytest.approx(0.2)
+    assert [item.timing.case.time for item in result.worst] == [*range(1, NAMED + 1)]
+    (result,) = shares([timing(0.5, 0), timing(1.0, 1)])
+    assert result.tenth_percentile == pytest.approx(0.55)
+    (result,) = shares([timing(0.5, 0)])
+    assert result.tenth_percentile == result.geometric_mean == pytest.approx(0.5)
     assert shares([]) == []
-
-
-# --- The command ------------------------------------------------------------------------------
 
 
 def test_the_fastest_of_this_package_counts_in_each_pass() -> None:
@@ -80,7 +71,7 @@ def test_the_fastest_of_this_package_counts_in_each_pass() -> None:
         timing(0.9, 0, "another"),
         timing(0.6, 0, way="backward"),
     ]
-    assert [(each.direction, each.worst[0].ratio) for each in shares(timings)] == [
+    assert [(share.direction, share.worst[0].ratio) for share in shares(timings)] == [
         ("forward", pytest.approx(0.7)),
         ("backward", pytest.approx(0.6)),
     ]
@@ -95,26 +86,26 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
 
 
 def test_the_document(few: list[Case], capsys: Capture) -> None:
-    found = document(capsys, "--random", "3", "--seed", "5")
-    assert (found["random"]["number"], found["random"]["seed"]) == (3, 5)
-    assert [each["direction"] for each in found["random"]["passes"]] == [*PASSES]
-    for each in found["random"]["passes"]:
-        assert each["cases"] == 3
-        assert {one["case"] for one in each["worst"]} == {*map(str, few)}
-        ratios = [one["ratio"] for one in each["worst"]]
+    report = document(capsys, "--random", "3", "--seed", "5")
+    assert (report["random"]["number"], report["random"]["seed"]) == (3, 5)
+    assert [item["direction"] for item in report["random"]["passes"]] == [*PASSES]
+    for item in report["random"]["passes"]:
+        assert item["cases"] == 3
+        assert {one["case"] for one in item["worst"]} == {*map(str, few)}
+        ratios = [one["ratio"] for one in item["worst"]]
         assert ratios == sorted(ratios)
-        assert each["geometric_mean"] == pytest.approx(math.prod(ratios) ** (1 / 3))
-        for one in each["worst"]:
+        assert item["geometric_mean"] == pytest.approx(math.prod(ratios) ** (1 / 3))
+        for one in item["worst"]:
             assert one["ratio"] == pytest.approx(one["roofline_ms"] / one["ms"])
-    assert found["timings"][-1]["case"]["reverse"] is True
+    assert report["timings"][-1]["case"]["reverse"] is True
 
 
 def test_what_ends_it_leaves_what_was_timed(
     few: list[Case], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = document(capsys, "--random", "3", "--seed", "1", "--budget", "-1")
-    assert found["random"]["passes"] == []
-    assert found["skipped"] == {str(case): "not begun in time" for case in few}
+    report = document(capsys, "--random", "3", "--seed", "1", "--budget", "-1")
+    assert report["random"]["passes"] == []
+    assert report["skipped"] == {str(case): "not begun in time" for case in few}
     run = Bench.run
 
     def ended(error: BaseException) -> Any:
@@ -137,7 +128,7 @@ def test_what_ends_it_leaves_what_was_timed(
         assert word in captured.err
         document_ = json.loads(captured.out)
         jsonschema.Draft202012Validator(schema()).validate(document_)
-        assert {each["cases"] for each in document_["random"]["passes"]} == {timed}
+        assert {item["cases"] for item in document_["random"]["passes"]} == {timed}
         left = "not begun in time" if status else str(error)
         assert document_["skipped"][str(few[1])] == left
 
@@ -166,8 +157,8 @@ def test_a_case_that_there_is_no_room_for_is_left_out(
         check(self, case)
 
     monkeypatch.setattr(Bench, "check_room", full)
-    found = document(capsys, "--random", "3", "--seed", "1", "--fwd_only")
-    assert found["skipped"] == {str(few[0]): "takes about 9 GB"}
+    report = document(capsys, "--random", "3", "--seed", "1", "--fwd_only")
+    assert report["skipped"] == {str(few[0]): "takes about 9 GB"}
     assert checked == [few[0], *few]  # again when torch's cache has been emptied
 
 
@@ -183,9 +174,6 @@ def test_a_case_that_there_is_no_room_for_is_left_out(
 )
 def test_arguments_that_cannot_be_meant(words: list[str], message: str, capsys: Capture) -> None:
     assert message in refusal(capsys, "--device", "cpu", *words)
-
-
-# --- How it measures --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,13 +198,10 @@ def test_a_part_of_the_memory_may_stay_cached(
     assert len(calls) == emptied + 1
 
 
-# --- On a GPU ---------------------------------------------------------------------------------
-
-
 @pytest.mark.gpu
 def test_on_a_gpu(capsys: Capture) -> None:
     assert main(["bench", "--random", "3", "--seed", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(schema()).validate(found)
-    assert [each["cases"] for each in found["random"]["passes"]] == [3, 3]
-    assert {entry["who"] for entry in found["timings"]} == {"scan-registry auto"}
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(report)
+    assert [item["cases"] for item in report["random"]["passes"]] == [3, 3]
+    assert {entry["who"] for entry in report["timings"]} == {"scan-registry auto"}

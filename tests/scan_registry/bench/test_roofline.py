@@ -42,9 +42,9 @@ class Launches:
 
 def test_the_roofline_streams_as_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(monkeypatch)
-    found = dict(roofline.stream_calls(2, 1, 4001, 3, CPU))
-    assert len(found) > 1
-    for name, calls in found.items():
+    result = dict(roofline.stream_calls(2, 1, 4001, 3, CPU))
+    assert len(result) > 1
+    for name, calls in result.items():
         assert len(calls) == 3
         calls[0]()
         assert launches.started.pop() == (name, {"a", "b", "sum"}, 1001)
@@ -93,15 +93,15 @@ def test_targets_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPa
     assert "2 of 4 targets met, 4 timed" in out
     assert "1, 8, 64, 3 packed sequences" in out
     assert main(["bench", "--targets", "--only", "2,8,16", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    jsonschema.Draft202012Validator(schema()).validate(found)
-    assert [(each["direction"], each["target"], each["met"]) for each in found["targets"]] == [
-        (direction, 1e-9, True) for direction in PASSES
-    ]
-    ours = [entry for entry in found["timings"] if entry["who"] != "torch.mul"]
-    for each, entry in zip(found["targets"], ours, strict=True):
-        assert each["case"] == entry["case"]
-        assert each["ratio"] == entry["roofline_ms"] / entry["ms"]
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(report)
+    assert [
+        (target["direction"], target["target"], target["met"]) for target in report["targets"]
+    ] == [(direction, 1e-9, True) for direction in PASSES]
+    ours = [entry for entry in report["timings"] if entry["who"] != "torch.mul"]
+    for item, entry in zip(report["targets"], ours, strict=True):
+        assert item["case"] == entry["case"]
+        assert item["ratio"] == entry["roofline_ms"] / entry["ms"]
 
 
 def test_what_is_not_timed_is_no_target_met(
@@ -136,11 +136,11 @@ def test_what_is_not_timed_is_no_target_met(
 
 def test_cases_by_name(capsys: Capture) -> None:
     name = "channel_last:2,8,16:float32:gates=channel"
-    found = document(
+    report = document(
         capsys, "--case", name, "--case", "time_last:1,2,3:fp64".replace("fp", "float")
     )
-    assert found["timings"][0]["case"]["gates"] == "channel"
-    assert {t["case"]["layout"] for t in found["timings"]} == {"channel_last", "time_last"}
+    assert report["timings"][0]["case"]["gates"] == "channel"
+    assert {t["case"]["layout"] for t in report["timings"]} == {"channel_last", "time_last"}
     assert "--case: the case is 'x'" in refusal(capsys, "--device", "cpu", "--case", "x")
 
 

@@ -52,7 +52,7 @@ PLACES = [
 ]
 
 
-@pytest.fixture(params=PLACES, ids=lambda each: f"{each[0]}-{each[1]}")
+@pytest.fixture(params=PLACES, ids=lambda item: f"{item[0]}-{item[1]}")
 def place(
     request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, str]:
@@ -73,11 +73,11 @@ def test_what_is_compiled_stays_in_memory_with_one_warning(
 ) -> None:
     here, reason = place
     entry = a_binary(FAMILY.kernel("time_last_forward", "cuda").variants[0], "sm90")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         assert jit_cache().obtain(KEY, SM90, lambda: entry) == entry
         assert jit_cache().obtain(KEY[::-1], SM90, lambda: entry) == entry
-    (warning,) = told
+    (warning,) = messages
     assert warning.category is CacheWarning
     assert f"{jit_folder()} cannot be used: {reason}. What is compiled stays" in str(
         warning.message

@@ -60,8 +60,8 @@ def path_of(folder: Path, key: str = KEY) -> Path:
 
 def files(folder: Path) -> list[Path]:
     """Everything but folders and locks."""
-    found = [path for path in folder.rglob("*") if path.is_file()]
-    return [path for path in found if path.parent.name != "locks"]
+    result = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in result if path.parent.name != "locks"]
 
 
 # --- Entries ----------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_what_is_put_is_found_again(folder: Path, entry: Entry) -> None:
         assert Cache(folder).obtain(KEY, SM90, never) == entry
         assert Cache(folder).get(OTHER, SM90) is None
         assert Cache(folder).get(KEY, Target.parse("sm80")) is None
-    assert [found.path for found in Cache(folder).entries()] == [path_of(folder)]
+    assert [item.path for item in Cache(folder).entries()] == [path_of(folder)]
 
 
 def test_a_failed_compile_leaves_nothing_and_frees_its_turn(folder: Path, entry: Entry) -> None:
@@ -171,7 +171,7 @@ def test_clearing_touches_nothing_but_entries(tmp_path: Path, entry: Entry) -> N
     tmp_path.chmod(0o700)
     kept = Cache(tmp_path)
     kept.put(KEY, SM90, entry)
-    assert [found.path for found in kept.entries()] == [path_of(tmp_path)]
+    assert [item.path for item in kept.entries()] == [path_of(tmp_path)]
     assert kept.clear() == 1
     assert [path.read_text(encoding="utf-8") for path in others] == ["mine"] * 4
     assert not path_of(tmp_path).exists()
@@ -187,8 +187,8 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
     def write() -> None:
         kept = Cache(folder)
         while not done.is_set():
-            for key, made in entries.items():
-                if kept.obtain(key, SM90, lambda made=made: made) != made:
+            for key, created in entries.items():
+                if kept.obtain(key, SM90, lambda created=created: created) != created:
                     problems.append(key)
 
     def clear() -> None:
@@ -215,8 +215,8 @@ def test_clearing_while_others_write(folder: Path, a_binary: Make) -> None:
             thread.join()
     assert problems == []
     assert sum(cleared) > 10
-    for found in Cache(folder).entries():
-        assert found.read(found.binaries[0])
+    for entry in Cache(folder).entries():
+        assert entry.read(entry.binaries[0])
 
 
 # --- Folders that are refused -----------------------------------------------------------------

@@ -58,15 +58,15 @@ def test_where_nobody_may_look_nothing_was_tuned(
 
 
 def test_what_is_published_is_found(a_device: Describe, a_binary: Make, folder: Path) -> None:
-    device, held = a_device(), a_binary(KERNEL.every[-1], "sm90")
+    device, contents = a_device(), a_binary(KERNEL.every[-1], "sm90")
     assert tuned.archive_of(device) is None
-    published = tuned.publish(device, [held], {KERNEL.head: rows(1.0, 8)}, "2026-01-31")
-    found = tuned.archive_of(device)
-    assert found is not None
-    assert found.path == published.path
-    assert found.path.is_relative_to(folder / "tuned")
-    assert (found.binaries, found.read(held[0])) == ((held[0],), held[1])
-    assert found.tunings(KERNEL.head) == (rows(1.0, 8),)
+    published = tuned.publish(device, [contents], {KERNEL.head: rows(1.0, 8)}, "2026-01-31")
+    result = tuned.archive_of(device)
+    assert result is not None
+    assert result.path == published.path
+    assert result.path.is_relative_to(folder / "tuned")
+    assert (result.binaries, result.read(contents[0])) == ((contents[0],), contents[1])
+    assert result.tunings(KERNEL.head) == (rows(1.0, 8),)
     assert folder.stat().st_mode & 0o077 == 0
     (listed,) = tuned.tuned_contents()
     assert (listed.state, listed.gpu, listed.kernels) == ("current", device.name, (KERNEL.head,))
@@ -84,7 +84,7 @@ def test_it_is_for_one_gpu_one_version_and_these_sources(
             patch.setattr(tuned, name, value)
             tuned.archive_of.cache_clear()
             assert tuned.archive_of(device) is None
-            assert [each.state for each in tuned.tuned_contents()] == ["stale"]
+            assert [tuned_content.state for tuned_content in tuned.tuned_contents()] == ["stale"]
         tuned._sources.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(tuned, "__version__", "9.9.9")
@@ -102,25 +102,25 @@ def test_later_tuning_adds_to_what_is_there(a_device: Describe, a_binary: Make) 
         device, [first, other], {KERNEL.head: rows(1.0, 8, 16), OTHER.head: rows(5.0, 8)}, "a"
     )
     newer = rows(2.0, 16, 32, date="2026-02-01")
-    found = tuned.publish(device, [second], {KERNEL.head: newer}, "b")
-    assert set(found.binaries) == {first[0], second[0], other[0]}
-    assert all(found.read(binary) for binary in found.binaries)
-    (tuning,) = found.tunings(KERNEL.head)
+    result = tuned.publish(device, [second], {KERNEL.head: newer}, "b")
+    assert set(result.binaries) == {first[0], second[0], other[0]}
+    assert all(result.read(binary) for binary in result.binaries)
+    (tuning,) = result.tunings(KERNEL.head)
     times = {row.sizes["time"]: [*row.times.values()] for row in tuning.rows("kind")}
     assert (times, tuning.date) == ({8: [1.0], 16: [2.0], 32: [2.0]}, "2026-02-01")
-    assert found.tunings(OTHER.head) == (rows(5.0, 8),)
+    assert result.tunings(OTHER.head) == (rows(5.0, 8),)
 
 
 def test_a_damaged_file_is_told_and_written_anew(
     a_device: Describe, a_binary: Make, capsys: Capture, archive_parts: Any
 ) -> None:
-    device, held = a_device(), a_binary(KERNEL.every[0], "sm90")
-    path = tuned.publish(device, [held], {KERNEL.head: rows(1.0, 8)}, "a").path
+    device, contents = a_device(), a_binary(KERNEL.every[0], "sm90")
+    path = tuned.publish(device, [contents], {KERNEL.head: rows(1.0, 8)}, "a").path
     path.write_bytes(archive_parts.flipped(path.read_bytes()))
     assert main(["cache", "list"]) == 1
     assert f"damaged: {path}" in capsys.readouterr().out
-    found = tuned.publish(device, [held], {KERNEL.head: rows(2.0, 16)}, "b")
-    assert [row.sizes for row in found.tunings(KERNEL.head)[0].rows("kind")] == [{"time": 16}]
+    result = tuned.publish(device, [contents], {KERNEL.head: rows(2.0, 16)}, "b")
+    assert [row.sizes for row in result.tunings(KERNEL.head)[0].rows("kind")] == [{"time": 16}]
     path.write_bytes(b"not at all")
     tuned.archive_of.cache_clear()
     assert tuned.archive_of(device) is None
@@ -129,14 +129,14 @@ def test_a_damaged_file_is_told_and_written_anew(
 def test_a_folder_that_others_can_write_to_is_refused(
     a_device: Describe, a_binary: Make, folder: Path
 ) -> None:
-    device, held = a_device(), a_binary(KERNEL.every[0], "sm90")
-    tuned.publish(device, [held], {KERNEL.head: rows(1.0, 8)}, "a")
+    device, contents = a_device(), a_binary(KERNEL.every[0], "sm90")
+    tuned.publish(device, [contents], {KERNEL.head: rows(1.0, 8)}, "a")
     (folder / "tuned").chmod(0o777)
     tuned.archive_of.cache_clear()
     assert tuned.archive_of(device) is None
     with pytest.raises(OSError, match="others can write to it"):
-        tuned.publish(device, [held], {KERNEL.head: rows(1.0, 8)}, "a")
-    assert [each.state for each in tuned.tuned_contents()] == ["damaged"]
+        tuned.publish(device, [contents], {KERNEL.head: rows(1.0, 8)}, "a")
+    assert [tuned_content.state for tuned_content in tuned.tuned_contents()] == ["damaged"]
 
 
 def schema(name: str) -> Any:
@@ -148,8 +148,8 @@ def schema(name: str) -> Any:
 def test_the_cache_command_knows_it(
     a_device: Describe, a_binary: Make, capsys: Capture, folder: Path
 ) -> None:
-    held = a_binary(KERNEL.every[0], "sm90")
-    tuned.publish(a_device(), [held], {KERNEL.head: rows(1.0, 8)}, "2026-01-31")
+    entry = a_binary(KERNEL.every[0], "sm90")
+    tuned.publish(a_device(), [entry], {KERNEL.head: rows(1.0, 8)}, "2026-01-31")
     assert main(["cache", "list"]) == 0
     out = capsys.readouterr().out
     assert "Imaginary 9.0" in out

@@ -78,10 +78,10 @@ def run(site: Path, *words: str) -> str:
 def test_the_package_finds_what_lies_beside_its_code(site: Path, alone: bool) -> None:
     """Where its own metadata is elsewhere on the path, and where there is none."""
     archives = sorted(path.name for path in (PACKAGE / "archives").glob("*.scanreg"))
-    own, found, held = json.loads(run(site, *(["-S"] if alone else []), "-c", ASK))
+    own, result, contents = json.loads(run(site, *(["-S"] if alone else []), "-c", ASK))
     assert own == OWN
-    assert sorted(found) == archives
-    assert held == [[CORE, OWN, str(site / "scan_registry")]]
+    assert sorted(result) == archives
+    assert contents == [[CORE, OWN, str(site / "scan_registry")]]
 
 
 @pytest.mark.parametrize("site", ["all of it"], indirect=True)
@@ -90,7 +90,9 @@ def test_commands_state_the_version_of_the_code(site: Path) -> None:
     arch = "sm_90"
     seen = json.loads(run(site, "-m", "scan_registry", "doctor", "--for", arch, "--json"))
     assert seen["version"] == OWN
-    assert [(each["name"], each["version"]) for each in seen["providers"]] == [(CORE, OWN)]
+    assert [(provider["name"], provider["version"]) for provider in seen["providers"]] == [
+        (CORE, OWN)
+    ]
 
 
 @pytest.fixture

@@ -57,9 +57,9 @@ def test_the_first_on_the_path_counts(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(tmp_path / "first")
     monkeypatch.syspath_prepend(tmp_path / "not-there")
     assert distributions.version("shadowed") == "1.0"
-    found = distributions.mentioning("made.up.group")
-    assert [(each.name, each.version) for each in found] == [("other", "3.0")]
-    assert found[0].folder == tmp_path / "second" / "other-3.0.dist-info"
+    result = distributions.mentioning("made.up.group")
+    assert [(item.name, item.version) for item in result] == [("other", "3.0")]
+    assert result[0].folder == tmp_path / "second" / "other-3.0.dist-info"
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_what_is_no_distribution_is_passed_over(
             (place / "METADATA").write_text("", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert distributions.version("made-up") == "2.0"
-    found = distributions.mentioning("made.up.group")
-    assert [(each.name, each.version) for each in found] == [("made-up", "2.0")]
+    result = distributions.mentioning("made.up.group")
+    assert [(item.name, item.version) for item in result] == [("made-up", "2.0")]
 
 
 @pytest.mark.parametrize("other", ["1.0", "3.0"])
@@ -101,7 +101,7 @@ def test_of_two_in_one_folder_the_one_with_a_record_counts(
     install(tmp_path, "made_up", other)
     monkeypatch.syspath_prepend(tmp_path)
     assert distributions.version("made-up") == "2.0"
-    assert [each.version for each in distributions.mentioning("made.up.group")] == ["2.0"]
+    assert [item.version for item in distributions.mentioning("made.up.group")] == ["2.0"]
 
 
 def test_what_is_no_file_and_no_text_is_passed_over(
@@ -111,4 +111,4 @@ def test_what_is_no_file_and_no_text_is_passed_over(
     os.mkfifo(install(tmp_path, "pipe", "1.0") / "entry_points.txt")
     install(tmp_path, "usual", "1.0", "[made.up.group]\na = b\n")
     monkeypatch.setattr(sys, "path", [*sys.path, bytes(tmp_path), str(tmp_path)])
-    assert [each.name for each in distributions.mentioning("made.up.group")] == ["usual"]
+    assert [item.name for item in distributions.mentioning("made.up.group")] == ["usual"]

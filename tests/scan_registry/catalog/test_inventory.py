@@ -67,13 +67,13 @@ def test_gpu_tested_means_attested_within_tolerance(
     archive_factory: Factory, a_binary: Make, kernels: Path
 ) -> None:
     good, bad, unknown = (a_binary(variant)[0] for variant in VARIANTS)
-    found = Catalogue((archive_factory("sm90", variants=VARIANTS),))
+    result = Catalogue((archive_factory("sm90", variants=VARIANTS),))
     write_attestations(kernels, "a", good)
     write_attestations(kernels, "b", bad, error=2e-6)
-    assert found.is_gpu_tested(good)
-    assert not found.is_gpu_tested(bad)
-    assert not found.is_gpu_tested(unknown)
-    assert found.attestations[good.sha256] == Attestation(
+    assert result.is_gpu_tested(good)
+    assert not result.is_gpu_tested(bad)
+    assert not result.is_gpu_tested(unknown)
+    assert result.attestations[good.sha256] == Attestation(
         sha256=good.sha256,
         variant=str(good.variant),
         target="sm_90",
@@ -83,8 +83,8 @@ def test_gpu_tested_means_attested_within_tolerance(
         gpu="Imaginary H",
         date="2026-01-31",
     )
-    assert not found.attestations[bad.sha256].passed
-    assert unknown.sha256 not in found.attestations
+    assert not result.attestations[bad.sha256].passed
+    assert unknown.sha256 not in result.attestations
 
 
 def test_an_error_of_exactly_the_tolerance_passes() -> None:
@@ -100,9 +100,9 @@ def test_the_worst_of_several_gpus_stands(a_binary: Make, kernels: Path) -> None
     write_attestations(kernels, "a", binary, gpu="first", error=2e-7)
     write_attestations(kernels, "b", binary, gpu="second", error=5e-6)
     write_attestations(kernels, "c", binary, gpu="third", error=3e-7)
-    found = Catalogue(())
-    assert found.attestations[binary.sha256].gpu == "second"
-    assert not found.is_gpu_tested(binary)
+    result = Catalogue(())
+    assert result.attestations[binary.sha256].gpu == "second"
+    assert not result.is_gpu_tested(binary)
 
 
 def test_another_digest_is_another_binary(a_binary: Make, kernels: Path) -> None:
@@ -123,15 +123,15 @@ def test_what_is_installed_is_sorted_and_unread(
         stray.write_bytes(b"garbage")
     own = Provider("scan-registry", "0.1.0", tmp_path, ">=0.1", {})
     monkeypatch.setattr(providers, "installed", lambda: ((own,), ()))
-    found = catalogue.__wrapped__()
-    assert found.providers == (own,)
-    assert [a.arch.label for a in found.archives] == ["ptx80", "sm80", "sm90", "sm100", "sm120"]
-    assert found.ignored == tuple(
+    result = catalogue.__wrapped__()
+    assert result.providers == (own,)
+    assert [a.arch.label for a in result.archives] == ["ptx80", "sm80", "sm90", "sm100", "sm120"]
+    assert result.ignored == tuple(
         f"{stray} is not used: it is named after no architecture, as sm90.scanreg is"
         for stray in strays
     )
     with pytest.raises(ArchiveError):
-        list(found)
+        list(result)
 
 
 def test_the_installed_archives_are_intact_and_well_formed() -> None:
@@ -150,11 +150,11 @@ def test_the_installed_archives_are_in_the_order_of_the_specs() -> None:
     kernels = [kernel for family in families().values() for kernel in family.kernels]
     heads = [kernel.head for kernel in kernels]
     for archive in catalogue().archives:
-        held = [binary.variant for binary in archive.binaries]
-        assert len(set(held)) == len(held)
-        assert held == sorted(held, key=lambda variant: heads.index(variant.head))
-        stems = list(dict.fromkeys(variant.stem for variant in held))
-        assert held == sorted(held, key=lambda variant: stems.index(variant.stem))
+        entries = [binary.variant for binary in archive.binaries]
+        assert len(set(entries)) == len(entries)
+        assert entries == sorted(entries, key=lambda variant: heads.index(variant.head))
+        stems = list(dict.fromkeys(variant.stem for variant in entries))
+        assert entries == sorted(entries, key=lambda variant: stems.index(variant.stem))
 
 
 def test_the_installed_attestations_are_well_formed() -> None:

@@ -47,7 +47,7 @@ def provide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provide:
 
     def make(
         name: str,
-        *held: tuple[str, list[tuple[Binary, bytes]]],
+        *contents: tuple[str, list[tuple[Binary, bytes]]],
         manifest: Any = None,
         point: str | None = None,
         number: str = "1.2.3",
@@ -63,7 +63,7 @@ def provide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Provide:
         if not isinstance(manifest, bytes):
             manifest = json.dumps(manifest).encode()
         (package / "provider.json").write_bytes(manifest)
-        for label, binaries in held:
+        for label, binaries in contents:
             path = package / "archives" / f"{label}{archive.SUFFIX}"
             archive.write(path, Target.parse(label), binaries, {"version": number})
         information = place / f"{name.replace('-', '_')}-{number}.dist-info"
@@ -91,9 +91,9 @@ def all_cuda(a_binary: Make, label: str, word: str = "") -> list[tuple[Binary, b
 
 
 def decide(
-    device: Device, found: Catalogue, problem: Problem = SAMPLE.problem, **more: Any
+    device: Device, result: Catalogue, problem: Problem = SAMPLE.problem, **more: Any
 ) -> Decision:
-    there = System(device, found.archives, denied=found.denied, **more)
+    there = System(device, result.archives, denied=result.denied, **more)
     return select(there, FAMILY, problem)
 
 
@@ -105,12 +105,12 @@ def test_several_side_by_side(provide: Provide, a_binary: Make) -> None:
     provide("b", ("sm103", all_cuda(a_binary, "sm103", "b")))
     provide("a", ("sm103", all_cuda(a_binary, "sm103", "a")), ("sm75", all_cuda(a_binary, "sm75")))
     provide("empty")
-    found = catalogue()
-    assert [provider.name for provider in found.providers] == [CORE, "a", "b", "empty"]
-    made_up = [(a.arch.label, a.provider) for a in found.archives if a.provider != CORE]
+    result = catalogue()
+    assert [provider.name for provider in result.providers] == [CORE, "a", "b", "empty"]
+    made_up = [(a.arch.label, a.provider) for a in result.archives if a.provider != CORE]
     assert made_up == [("sm75", "a"), ("sm103", "a"), ("sm103", "b")]
-    assert [a.arch for a in found.archives] == sorted(a.arch for a in found.archives)
-    assert len(list(found)) == sum(len(a.binaries) for a in found.archives)
+    assert [a.arch for a in result.archives] == sorted(a.arch for a in result.archives)
+    assert len(list(result)) == sum(len(a.binaries) for a in result.archives)
 
 
 def test_of_equals_the_first_provider_wins(
@@ -134,11 +134,11 @@ def test_a_providers_code_is_never_imported(
     provide: Provide, a_binary: Make, a_device: Callable[..., Device]
 ) -> None:
     package = provide("a", ("sm103", all_cuda(a_binary, "sm103")))
-    found = catalogue()
-    for held, binary in found:
-        if held.provider == "a":
-            held.read(binary)
-    assert decide(a_device((10, 3)), found).taken().archive is not None
+    result = catalogue()
+    for contents, binary in result:
+        if contents.provider == "a":
+            contents.read(binary)
+    assert decide(a_device((10, 3)), result).taken().archive is not None
     assert package.name not in sys.modules
     with pytest.raises(RuntimeError, match="the provider was imported"):
         __import__(package.name)
@@ -235,8 +235,8 @@ def test_each_broken_provider_is_named_and_the_others_are_there(provide: Provide
     provide("b")
     provide("c", manifest={"schema": 1, "core": ">=900"})
     provide("d", point="no_such_package_of_archives")
-    found, problems = survey()
-    assert [provider.name for provider in found.providers] == [CORE, "b"]
+    result, problems = survey()
+    assert [provider.name for provider in result.providers] == [CORE, "b"]
     assert sorted(str(problem)[:7] for problem in problems) == ["a 1.2.3", "c 1.2.3", "d 1.2.3"]
     with pytest.raises(ProviderError, match=str(problems[0])[:8]):
         catalogue()
@@ -246,8 +246,8 @@ def test_entry_points_that_cannot_be_read(provide: Provide) -> None:
     place = provide("odd").parent
     path = place / "odd-1.2.3.dist-info" / "entry_points.txt"
     path.write_text(f"[{providers.GROUP}]\nodd\n", encoding="utf-8")
-    found, (problem,) = survey()
-    assert [provider.name for provider in found.providers] == [CORE]
+    result, (problem,) = survey()
+    assert [provider.name for provider in result.providers] == [CORE]
     assert str(problem).startswith(f"odd 1.2.3: {path} cannot be read: ")
 
 
@@ -258,9 +258,9 @@ def test_a_file_that_is_named_after_no_architecture(
     package = provide("untidy", ("sm103", all_cuda(a_binary, "sm103")))
     stray = package / "archives" / "backup.scanreg"
     stray.write_bytes((package / "archives" / "sm103.scanreg").read_bytes())
-    found = catalogue()
-    assert [a.arch.label for a in found.archives if a.provider == "untidy"] == ["sm103"]
-    assert found.ignored == (f"{stray} {providers.MISNAMED}",)
+    result = catalogue()
+    assert [a.arch.label for a in result.archives if a.provider == "untidy"] == ["sm103"]
+    assert result.ignored == (f"{stray} {providers.MISNAMED}",)
     assert main(["inspect", "--arch", "sm103"]) == 0
     assert capsys.readouterr().err == f"scan-registry: warning: {stray} {providers.MISNAMED}\n"
 

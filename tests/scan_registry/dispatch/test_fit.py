@@ -8,14 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scan_registry.artifact.archive import Binary
-from scan_registry.dispatch.fit import (
-    Tier,
-    Toolchain,
-    jit_driver,
-    jit_target,
-    misfit,
-    nearest_tier,
-)
+from scan_registry.dispatch.fit import Tier, Toolchain, jit_driver, jit_target, misfit, nearest_tier
 from scan_registry.hardware.device import Device, described
 from scan_registry.hardware.target import TEGRA, Target
 
@@ -26,9 +19,6 @@ NVRTC_12_9 = Toolchain("nvrtc 12.9.86", (12, 9))
 NVRTC_12_0 = Toolchain("nvrtc 12.0.140", (12, 0))
 NVRTC_13_0 = Toolchain("nvrtc 13.0.48", (13, 0))
 TRITON = Toolchain("triton 3.6.0", (12, 9))
-
-
-# --- Tiers ------------------------------------------------------------------------------------
 
 
 def test_tiers_are_ordered_and_print_as_words() -> None:
@@ -53,9 +43,6 @@ def test_what_fits_and_its_tier(
     (binary, _), device = a_binary(target=target), a_device(capability)
     assert misfit(binary, device) is None
     assert nearest_tier(binary.target, device) is tier
-
-
-# --- Reasons ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,9 +103,6 @@ def test_what_ptx_does_not_state_is_no_reason(a_binary: Make, a_device: Describe
     assert misfit(binary, a_device(registers_per_block=1, shared_memory_per_block=0)) is None
 
 
-# --- Compilers --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("toolchain", "capability", "target"),
     [
@@ -132,16 +116,22 @@ def test_what_ptx_does_not_state_is_no_reason(a_binary: Make, a_device: Describe
 def test_cuda_makes_ptx_for_what_is_too_new(
     toolchain: Toolchain, capability: tuple[int, int], target: str
 ) -> None:
-    made = jit_target(toolchain, "cuda", capability)
-    assert str(made) == target
-    assert isinstance(made, Target)
-    assert made.misfit(capability) is None
-    assert made.capability not in TEGRA
+    created = jit_target(toolchain, "cuda", capability)
+    assert str(created) == target
+    assert isinstance(created, Target)
+    assert created.misfit(capability) is None
+    assert created.capability not in TEGRA
 
 
 def test_triton_makes_nothing_for_what_is_too_new() -> None:
-    made = jit_target(TRITON, "triton", (13, 0))
-    assert made == "triton 3.6.0 (CUDA 12.9) does not know 13.0"
+    created = jit_target(TRITON, "triton", (13, 0))
+    assert created == "triton 3.6.0 (CUDA 12.9) does not know 13.0"
+
+
+@pytest.mark.parametrize("language", ["cuda", "triton"])
+def test_nothing_is_compiled_for_what_is_too_old(language: str) -> None:
+    target = jit_target(NVRTC_12_9, language, (7, 5))
+    assert target == "the kernels need compute capability 8.0; the device's is 7.5"
 
 
 @pytest.mark.parametrize(

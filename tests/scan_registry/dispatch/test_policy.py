@@ -14,13 +14,7 @@ import pytest
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.policy import (
-    LEVELS,
-    Level,
-    as_required,
-    lowest,
-    require,
-)
+from scan_registry.dispatch.policy import LEVELS, Level, as_required, lowest, require
 
 
 @pytest.fixture(autouse=True)

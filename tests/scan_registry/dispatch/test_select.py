@@ -28,8 +28,6 @@ from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
 from scan_registry.kernels.model import Language, Variant
 
-# --- Tiers ------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("archs", "capability", "winner", "tier"),
@@ -116,9 +114,6 @@ def test_the_launch_is_the_winners(archive_factory: Factory, a_device: Describe)
     variant = variant_of(decision.taken())
     launch = FAMILY.kernel(KERNEL, "cuda").launch(variant, a_problem(), a_device().sm_count)
     assert decision.launch() == launch
-
-
-# --- Rejections -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,8 +231,8 @@ def test_a_family_may_prefer_triton_for_a_problem(
 ) -> None:
     """Of one row of 40 packed sequences, CUDA would have all but a few SMs idle."""
     problem = replace(a_problem(40 * 4000), batch=1, channels=1, sequences=40)
-    held = [*CUDA, *TRITON] if available == "both" else CUDA
-    archive = archive_factory("sm90", variants=held)
+    contents = [*CUDA, *TRITON] if available == "both" else CUDA
+    archive = archive_factory("sm90", variants=contents)
     compilers = COMPILERS if available == "compiler" else None
     decision = decide(a_device(), [archive], problem, toolchains=compilers)
     winner = variant_of(decision.taken()).language

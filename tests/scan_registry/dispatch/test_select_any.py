@@ -137,7 +137,7 @@ Possible = tuple[Tier, str, str]
 
 def possible(system: System, problem: LinearScanProblem, backend: Backend) -> list[Possible]:
     """All that solves the problem, derived anew: tier, subject, and where it comes from."""
-    found: list[Possible] = []
+    result: list[Possible] = []
     device = system.device
     assert device is not None
 
@@ -157,16 +157,16 @@ def possible(system: System, problem: LinearScanProblem, backend: Backend) -> li
                 and fits(binary, device)
                 and binary.sha256 not in system.denied
             ):
-                found.append((tier(binary, device), str(binary), str(archive.path)))
+                result.append((tier(binary, device), str(binary), str(archive.path)))
     for language, toolchain in (system.toolchains or {}).items():
         if isinstance(toolchain, Toolchain):
             target = compiled_for(toolchain, language, device)
             for variant in FAMILY.kernel(KERNEL, language).variants if target else ():
                 if usable(variant):
-                    found.append((Tier.JIT, f"{variant} for {target}", "here"))
+                    result.append((Tier.JIT, f"{variant} for {target}", "here"))
     if backend in ("auto", "reference"):
-        found.append((Tier.REFERENCE, "the reference", "here"))
-    return [way for way in found if way[1:] not in system.failed]
+        result.append((Tier.REFERENCE, "the reference", "here"))
+    return [way for way in result if way[1:] not in system.failed]
 
 
 def considered(system: System) -> list[str]:
@@ -201,8 +201,8 @@ def identity(candidate: Candidate | None) -> object:
 def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> None:
     """The winner fits and is allowed, nothing that is allowed is closer, and all else has a reason."""
     archives = data.draw(catalogues(a_binary), label="archives")
-    held = [binary for archive in archives for binary in archive.binaries]
-    subjects = st.sampled_from([digest(b"unknown"), *(b.sha256 for b in held), *map(str, CUDA)])
+    entries = [binary for archive in archives for binary in archive.binaries]
+    subjects = st.sampled_from([digest(b"unknown"), *(b.sha256 for b in entries), *map(str, CUDA)])
     system = System(
         device=data.draw(devices(a_device), label="device"),
         archives=archives,
@@ -238,16 +238,16 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
             assert winner.binary in winner.archive.binaries
         assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
     every = [
-        candidates.checked(system, problem, each, lowest)
+        candidates.checked(system, problem, item, lowest)
         for language in LANGUAGES
         if backend in ("auto", language)
-        for each in candidates.candidates(system, FAMILY, problem, language, all_dtypes=True)
-        if isinstance(each, Candidate)
+        for item in candidates.candidates(system, FAMILY, problem, language, all_dtypes=True)
+        if isinstance(item, Candidate)
     ]
-    found = [outcome for outcome in every if isinstance(outcome, Candidate)]
+    result = [outcome for outcome in every if isinstance(outcome, Candidate)]
     if winner is not None and winner.tier < Tier.REFERENCE:
         assert identity(winner) == identity(
-            min(found, key=lambda candidate: candidate.order_among(LANGUAGES))
+            min(result, key=lambda candidate: candidate.order_among(LANGUAGES))
         )
     accounted = [r.subject for r in decision.rejected] + ([winner.subject] if winner else [])
     assert sorted(accounted) == sorted(considered(system))

@@ -6,25 +6,13 @@ from collections.abc import Mapping
 
 import pytest
 from imaginary import COMPILERS, FAMILY, MISSING
-from selecting import (
-    CUDA,
-    KERNEL,
-    Describe,
-    Factory,
-    Make,
-    binary_of,
-    decide,
-    in_memory,
-    told,
-)
+from selecting import CUDA, KERNEL, Describe, Factory, Make, binary_of, decide, in_memory, told
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.dispatch.fit import Tier, Toolchain
 from scan_registry.dispatch.policy import LEVELS, Level
 from scan_registry.dispatch.select import NoKernelError, advice
 from scan_registry.kernels.model import Language
-
-# --- Denied and failed ------------------------------------------------------------------------
 
 
 def test_a_denied_digest(archive_factory: Factory, a_device: Describe) -> None:
@@ -66,9 +54,6 @@ def test_a_failure_is_about_one_archive(a_binary: Make, a_device: Describe) -> N
     assert told(decision, str(binary)) == "it is damaged"
 
 
-# --- Policy -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lowest", list(Tier))
 def test_nothing_below_the_lowest_tier_is_taken(
     archive_factory: Factory, a_device: Describe, lowest: Tier
@@ -93,9 +78,6 @@ def test_nothing_below_the_lowest_tier_is_taken(
         if lowest < Tier.REFERENCE:
             reason = f"tier reference; the policy allows none below {lowest}"
             assert told(decision, "the reference") == reason
-
-
-# --- Compilers --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,9 +106,6 @@ def test_what_the_driver_would_not_load_is_not_compiled(
     enough = tuple(map(int, needs.split(".")))
     chosen = decide(a_device(capability, driver=enough), toolchains=here).taken()
     assert (chosen.tier, str(chosen.target)) == (Tier.JIT, target)
-
-
-# --- No winner --------------------------------------------------------------------------------
 
 
 def test_no_winner_lists_what_is_installed_and_what_to_do(
@@ -197,8 +176,7 @@ def test_advice_fits_what_is_there(
     device = a_device(capability, driver=driver)
     decision = decide(device, archives, lowest=LEVELS[lowest], toolchains=MISSING)
     assert advice(decision) == expected.format(
-        wheel="a scan-registry wheel",
-        driver="Update the GPU's driver to one that supports CUDA",
+        wheel="a scan-registry wheel", driver="Update the GPU's driver to one that supports CUDA"
     )
 
 
@@ -223,9 +201,9 @@ def test_a_driver_is_advised_for_what_could_be_compiled_here(a_device: Describe)
 
 
 def test_damage_is_no_archive(archive_factory: Factory, a_device: Describe) -> None:
-    held = archive_factory("sm90")
-    held.path.write_bytes(b"")
-    decision = decide(a_device(), [Archive(held.path), archive_factory("ptx80")])
+    contents = archive_factory("sm90")
+    contents.path.write_bytes(b"")
+    decision = decide(a_device(), [Archive(contents.path), archive_factory("ptx80")])
     assert advice(decision) == "Install a scan-registry wheel built for sm90"
 
 

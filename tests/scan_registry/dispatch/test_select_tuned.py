@@ -46,11 +46,11 @@ def a_tuning(
     kernel = FAMILY.kernel(KERNEL, "cuda")
     assert kernel.tunable.shape is not None
     shape = kernel.tunable.shape(a_problem())
-    made = [
+    created = [
         Row({**shape.sizes, "time": time}, {kernel.label(v): ms for v, ms in times.items()})
         for time, times in rows
     ]
-    return Tuning.of(arch, "Imaginary", "2026-01-31", {shape.kind: made})
+    return Tuning.of(arch, "Imaginary", "2026-01-31", {shape.kind: created})
 
 
 def for_gpu(tuning: Tuning, gpu: str) -> Tuning:
@@ -67,8 +67,8 @@ def aligned() -> list[Variant]:
     """The float32 variants for aligned problems; the spec likes the last most where T is 1024."""
     problem = a_problem()
     kernel = FAMILY.kernel(KERNEL, "cuda")
-    found = [v for v in CUDA if plain(v) and kernel.rules.accepts(v, problem) is None]
-    return sorted(found, key=lambda v: -kernel.cost(v, problem))
+    result = [v for v in CUDA if plain(v) and kernel.rules.accepts(v, problem) is None]
+    return sorted(result, key=lambda v: -kernel.cost(v, problem))
 
 
 def test_the_nearest_row_decides(a_binary: Make, a_device: Describe) -> None:
@@ -195,9 +195,7 @@ def test_those_that_rank_after_the_winner_are_looked_at_when_somebody_asks(
     seen: list[str] = []
     real = select_module.checked
     monkeypatch.setattr(
-        select_module,
-        "checked",
-        lambda *given: seen.append(given[2].text) or real(*given),
+        select_module, "checked", lambda *inputs: seen.append(inputs[2].text) or real(*inputs)
     )
     decision = decide(a_device(), [archive])
     assert variant_of(decision.winner) == slow

@@ -28,9 +28,9 @@ from scan_registry.hardware.target import FIRST_CUDA, OLDEST, SHARED_MEMORY
     ],
 )
 def test_names_as_people_and_drivers_write_them(text: str, name: str) -> None:
-    found = named(text)
-    assert found is not None
-    assert found.name == name
+    result = named(text)
+    assert result is not None
+    assert result.name == name
 
 
 @pytest.mark.parametrize("text", ["", "nvidia", "80GB", "H1000", "RTX 4090 Laptop GPU", "sm_90"])

@@ -37,10 +37,10 @@ class Workshop:
     missing: set[Variant] = field(default_factory=set)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     started: list[Variant] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def tuner(self, **options: Any) -> Tuner:
-        return Tuner(0, self.device, (), RUN, tell=self.told.append, **options)
+        return Tuner(0, self.device, (), RUN, tell=self.messages.append, **options)
 
     def obtain_all(self, device: Any, archives: Any, variants: Any) -> Mapping[Variant, Any]:
         return {v: "no such luck" if v in self.missing else self.make(v, "sm90") for v in variants}
@@ -96,21 +96,21 @@ def workshop(
     a_device: Callable[..., Device],
     a_binary: Callable[..., tuple[Binary, bytes]],
 ) -> Workshop:
-    made = Workshop(a_device(), a_binary)
+    created = Workshop(a_device(), a_binary)
     toolchains = {
         "cuda": Toolchain("nvrtc 12.9.86", (12, 9)),
         "triton": Toolchain("t 3.6", (12, 9)),
     }
     monkeypatch.setattr(Tuner, "place", CPU)
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 10)
-    monkeypatch.setattr(engine, "obtain_all", made.obtain_all)
-    monkeypatch.setattr(engine.loader, "load", made.load)
-    monkeypatch.setattr(engine.loader, "bind", made.bind)
+    monkeypatch.setattr(engine, "obtain_all", created.obtain_all)
+    monkeypatch.setattr(engine.loader, "load", created.load)
+    monkeypatch.setattr(engine.loader, "bind", created.bind)
     monkeypatch.setattr(
-        engine.loader, "system", lambda n: System(made.device, toolchains=toolchains)
+        engine.loader, "system", lambda n: System(created.device, toolchains=toolchains)
     )
-    monkeypatch.setattr(engine.accuracy, "start", made.start)
-    monkeypatch.setattr(engine, "record", made.record)
-    monkeypatch.setattr(engine, "once", made.once)
-    monkeypatch.setattr(engine, "compete", made.compete)
-    return made
+    monkeypatch.setattr(engine.accuracy, "start", created.start)
+    monkeypatch.setattr(engine, "record", created.record)
+    monkeypatch.setattr(engine, "once", created.once)
+    monkeypatch.setattr(engine, "compete", created.compete)
+    return created

@@ -109,12 +109,12 @@ def test_many_are_compiled_side_by_side(a_device: Describe) -> None:
     wanted = [v for v in KERNEL.every if v.text("dtype") == "float32"][:4]
     broken = Variant.parse(str(wanted[0]).replace("warps=1", "warps=3"))
     assert "did not compile" in str(obtain_all(a_device(), [], [broken])[broken])
-    found = obtain_all(a_device(), [], [*wanted, *wanted])
-    assert [*found] == wanted
+    actual = obtain_all(a_device(), [], [*wanted, *wanted])
+    assert [*actual] == wanted
     triton = FAMILY.kernel(KERNEL.name, "triton").variants[0]
     if not isinstance(jit.toolchains()["triton"], str):
-        found = {**found, **obtain_all(a_device(), [], [triton])}
-    for variant, held in found.items():
-        assert not isinstance(held, str), held
-        assert held[0].variant == variant
+        actual = {**actual, **obtain_all(a_device(), [], [triton])}
+    for variant, contents in actual.items():
+        assert not isinstance(contents, str), contents
+        assert contents[0].variant == variant
         assert jit.compile(variant, Target.parse("sm90")).cached

@@ -55,11 +55,11 @@ def test_what_is_found_is_used_from_then_on(here: Any, capsys: Capture) -> None:
     tile = here.problem.kernel.label(here.fastest).removeprefix(f"{here.problem.shape.kind},")
     assert tile in captured.out
     assert f"best 0.5000 ms ({tile}), regret 2.000" in captured.err
-    found = tuned.archive_of(here.device)
-    assert found is not None
-    assert f"saved in {found.path}" in captured.out
-    assert [binary.variant for binary in found.binaries] == [here.fastest]
-    there = System(here.device, tuned=found)
+    result = tuned.archive_of(here.device)
+    assert result is not None
+    assert f"saved in {result.path}" in captured.out
+    assert [binary.variant for binary in result.binaries] == [here.fastest]
+    there = System(here.device, tuned=result)
     winner = select(there, here.problem.family, here.problem.problem).taken()
     assert (winner.variant, winner.ms) == (here.fastest, 0.5)
     assert winner.tuned is not None
@@ -136,8 +136,8 @@ def test_the_usual_choice_can_be_narrowed() -> None:
 
     every, narrow = chosen(), chosen("--dtype", "bf16", "--language", "cuda")
     assert len(every) > len(narrow) > len(OPERATOR.tuned_shapes)
-    assert {each.case.dtype for each in narrow} == {"bfloat16"}
-    assert {each.kernel.language for each in narrow} == {"cuda"}
+    assert {item.case.dtype for item in narrow} == {"bfloat16"}
+    assert {item.kernel.language for item in narrow} == {"cuda"}
     assert engine.NEAR > 1
 
 
@@ -147,11 +147,11 @@ def test_on_a_gpu(capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     tuned.archive_of.cache_clear()
     words = ("--kernel", "time_last_forward", "--language", "cuda", "--json")
     assert main([*TINY, *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (problem,) = found["problems"]
+    report = json.loads(capsys.readouterr().out)
+    (problem,) = report["problems"]
     assert problem["regret"] >= 1
     assert len(problem["timings"]) > 3
-    assert Path(found["saved"]).is_file()
+    assert Path(report["saved"]).is_file()
     tensors = [torch.rand(2, 8, 512, device="cuda") for _ in range(2)]
     import scan_registry
 

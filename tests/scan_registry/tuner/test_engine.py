@@ -37,10 +37,10 @@ def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     workshop.ms = numbered(problem)
     tuner = workshop.tuner()
     tuner.tune([problem])
-    (found,) = tuner.tuned
-    timings = found.measured.timings
+    (actual,) = tuner.tuned
+    timings = actual.measured.timings
     assert set(timings) == {problem.kernel.label(v) for v in variants}
-    assert found.best == problem.kernel.label(variants[0])
+    assert actual.best == problem.kernel.label(variants[0])
     chosen = engine.untuned(0, problem)
     assert chosen is not None
     near = {v for n, v in enumerate(variants) if 1.0 + 0.05 * n <= NEAR} | {chosen}
@@ -52,11 +52,11 @@ def test_everything_is_timed_and_the_closest_again(workshop: Any) -> None:
     for variant in variants:
         expected = FINE if variant in near else {"rounds": 1} if variant in far else COARSE
         assert timings[problem.kernel.label(variant)].rounds == expected["rounds"]
-    assert found.shipped == problem.kernel.label(chosen)
-    assert found.regret == pytest.approx(workshop.ms(chosen))
+    assert actual.shipped == problem.kernel.label(chosen)
+    assert actual.regret == pytest.approx(workshop.ms(chosen))
     assert (tuner.left_out, tuner.refused) == ([], {})
-    assert found.measured.shape == problem.shape
-    assert found.measured.run == tuner.run
+    assert actual.measured.shape == problem.shape
+    assert actual.measured.run == tuner.run
 
 
 def test_a_part_of_the_variants_is_timed_beside_what_would_run(workshop: Any) -> None:
@@ -66,8 +66,8 @@ def test_a_part_of_the_variants_is_timed_beside_what_would_run(workshop: Any) ->
     other, *_ = (variant for variant in problem.variants(SM90) if variant != chosen)
     tuner = workshop.tuner(only=lambda variant: variant == other)
     tuner.tune([problem])
-    (found,) = tuner.tuned
-    assert set(found.measured.timings) == {*map(problem.kernel.label, (chosen, other))}
+    (result,) = tuner.tuned
+    assert set(result.measured.timings) == {*map(problem.kernel.label, (chosen, other))}
     assert {*workshop.started} == {chosen, other}
 
 
@@ -84,12 +84,12 @@ def test_every_pass_of_every_language(workshop: Any, case: str) -> None:
     requested = problems(case, languages=("cuda", "triton"), forward=False)
     tuner = workshop.tuner()
     tuner.tune(requested)
-    assert [each.posed for each in tuner.tuned] == sorted(
-        requested, key=lambda each: [p.place for p in requested].index(each.place)
+    assert [item.posed for item in tuner.tuned] == sorted(
+        requested, key=lambda item: [p.place for p in requested].index(item.place)
     )
     assert tuner.refused == {}
-    assert {each.posed.kernel.language for each in tuner.tuned} == {"cuda", "triton"}
-    table = Table("linear_scan", "sm_90").with_newer(each.measured for each in tuner.tuned)
+    assert {item.posed.kernel.language for item in tuner.tuned} == {"cuda", "triton"}
+    table = Table("linear_scan", "sm_90").with_newer(item.measured for item in tuner.tuned)
     assert Table.from_json(table.to_json()) == table
 
 
@@ -107,16 +107,16 @@ def test_what_gives_other_results_is_refused(workshop: Any) -> None:
 
 def test_what_is_wrong_once_is_taken_nowhere(workshop: Any) -> None:
     requested = problems("time_last:2,8,512:float32", "time_last:2,8,1024:float32")
-    chosen = {engine.untuned(0, each) for each in requested}
+    chosen = {engine.untuned(0, item) for item in requested}
     turning = next(v for v in requested[0].variants(SM90) if v not in chosen)
     workshop.ms = lambda variant: 0.1 if variant == turning else 1.0
     tuner = workshop.tuner()
     tuner.done = lambda: workshop.wrong.add(turning)
     tuner.tune(requested)
     assert turning in tuner.refused
-    for each in tuner.tuned:
-        assert requested[0].kernel.label(turning) not in each.measured.timings
-        assert each.best_ms == 1.0
+    for item in tuner.tuned:
+        assert requested[0].kernel.label(turning) not in item.measured.timings
+        assert item.best_ms == 1.0
     assert len(tuner.tuned) == 2
 
 
@@ -149,7 +149,7 @@ def test_what_does_not_compile_or_load_is_left_out_with_its_reason(workshop: Any
     assert "the driver has no use for it" in tuner.refused[unfit]
     assert len(tuner.tuned[0].measured.timings) == len(problem.variants(SM90)) - 2
     count = len(problem.variants(SM90))
-    assert f"{count - 1} of {count} variants ready" in workshop.told[0]
+    assert f"{count - 1} of {count} variants ready" in workshop.messages[0]
 
 
 def test_the_budget_ends_it_between_problems(workshop: Any) -> None:
@@ -161,8 +161,8 @@ def test_the_budget_ends_it_between_problems(workshop: Any) -> None:
     tuner.keep = lambda: kept.append(len(tuner.tuned))
     tuner.tune(requested)
     # Both lengths forward, which is one kind of one kernel; backward is not begun.
-    assert [each.posed.direction for each in tuner.tuned] == ["forward", "forward"]
-    assert [each.direction for each in tuner.left_out] == ["backward", "backward"]
+    assert [item.posed.direction for item in tuner.tuned] == ["forward", "forward"]
+    assert [item.direction for item in tuner.left_out] == ["backward", "backward"]
     assert kept == [2]
 
 
@@ -177,9 +177,9 @@ def test_an_interruption_keeps_what_was_measured(workshop: Any) -> None:
 
     tuner.done = done
     tuner.tune(requested)
-    assert [each.posed for each in tuner.tuned] == requested[:1]
+    assert [item.posed for item in tuner.tuned] == requested[:1]
     assert tuner.left_out == requested[1:]
-    assert "interrupted" in workshop.told[-1]
+    assert "interrupted" in workshop.messages[-1]
 
 
 def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
@@ -191,9 +191,11 @@ def test_a_gpu_that_fails_ends_it(workshop: Any) -> None:
 
     tuner.done = lambda: setattr(engine.accuracy, "start", failing)  # the fixture restores it
     tuner.tune(requested)
-    assert [each.posed for each in tuner.tuned] == requested[:1]
+    assert [item.posed for item in tuner.tuned] == requested[:1]
     assert tuner.left_out == requested[1:]
-    assert "the GPU failed; what was measured is kept: CUDA error: an illegal" in workshop.told[-1]
+    assert (
+        "the GPU failed; what was measured is kept: CUDA error: an illegal" in workshop.messages[-1]
+    )
 
 
 def test_a_problem_too_large_for_the_memory_is_left_out(
@@ -211,7 +213,7 @@ def test_a_problem_too_large_for_the_memory_is_left_out(
     tuner = workshop.tuner()
     tuner.tune(requested)
     assert tuner.left_out == requested[:1]
-    assert [each.posed for each in tuner.tuned] == requested[1:]
+    assert [item.posed for item in tuner.tuned] == requested[1:]
 
 
 def test_binaries_of_a_label_are_all_that_it_stands_for(workshop: Any) -> None:
@@ -219,7 +221,7 @@ def test_binaries_of_a_label_are_all_that_it_stands_for(workshop: Any) -> None:
     tuner = workshop.tuner()
     tuner.tune([problem])
     label = tuner.tuned[0].best
-    held = tuner.binaries({problem.kernel.head: [label]})
-    assert [dict(binary.variant.statics)["reverse"] for binary, _ in held] == [0, 1]
-    assert {problem.kernel.label(binary.variant) for binary, _ in held} == {label}
+    binaries = tuner.binaries({problem.kernel.head: [label]})
+    assert [dict(binary.variant.statics)["reverse"] for binary, _ in binaries] == [0, 1]
+    assert {problem.kernel.label(binary.variant) for binary, _ in binaries} == {label}
     assert tuner.binaries({}) == []

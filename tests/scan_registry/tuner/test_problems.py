@@ -31,33 +31,33 @@ SMALL = [
 
 
 def test_the_usual_cases_are_of_every_kind() -> None:
-    found = list(posed(usual_cases()))
+    result = list(posed(usual_cases()))
     tuned = {kernel.head for kernel in FAMILY.kernels if kernel.tunable.shape is not None}
-    assert {each.kernel.head for each in found} == tuned
-    kinds = {each.shape.kind for each in found}
+    assert {item.kernel.head for item in result} == tuned
+    kinds = {item.shape.kind for item in result}
     for dtype in ("float32", "bfloat16", "float16"):
         for access in ("aligned", "generic"):
             assert f"dtype={dtype},gates={dtype},access={access}" in kinds
     for dtype in ("float64", "complex64"):
         assert f"dtype={dtype},gates={dtype},access=aligned" in kinds
-    for each in found:
-        assert len(each.variants(SM90)) > 1
-        assert all(each.kernel.rules.accepts(v, each.problem) is None for v in each.variants(SM90))
+    for item in result:
+        assert len(item.variants(SM90)) > 1
+        assert all(item.kernel.rules.accepts(v, item.problem) is None for v in item.variants(SM90))
 
 
 def test_problems_of_one_place_are_posed_once() -> None:
     requested = [Case.parse(SMALL[0])] * 2
-    found = list(posed(requested, ["cuda"]))
-    assert [(each.direction, each.kernel.language) for each in found] == [
+    result = list(posed(requested, ["cuda"]))
+    assert [(item.direction, item.kernel.language) for item in result] == [
         (direction, "cuda") for direction in PASSES
     ]
     assert len(list(posed(requested))) == 4
-    assert [each.direction for each in posed(requested, passes=("backward",))] == ["backward"] * 2
+    assert [item.direction for item in posed(requested, passes=("backward",))] == ["backward"] * 2
 
 
 def test_shapes_take_every_dtype_and_keep_their_options() -> None:
-    found = cases(["channel_last:1,8,64:sequences=3"], ["float32", "bfloat16"])
-    assert list(map(str, found)) == [
+    result = cases(["channel_last:1,8,64:sequences=3"], ["float32", "bfloat16"])
+    assert list(map(str, result)) == [
         "channel_last:1,8,64:float32:sequences=3",
         "channel_last:1,8,64:bfloat16:sequences=3",
     ]
@@ -73,7 +73,7 @@ def test_the_problem_is_that_of_the_call(
     """The operator poses the same problem, and its kernel computes the same from the tensors."""
     case = Case.parse(text)
     # On the CPU no kernel sums up the gradient of gates itself.
-    each = next(e for e in posed([case], passes=[direction]) if not e.problem.sums)
+    item = next(e for e in posed([case], passes=[direction]) if not e.problem.sums)
     requested: list[tuple[Any, Mapping[str, Any]]] = []
     runner = plans.runner
 
@@ -90,7 +90,7 @@ def test_the_problem_is_that_of_the_call(
     monkeypatch.setattr(plans, "runner", noted)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
     forget_plans(monkeypatch, "linear_scan")
-    tensors = each.tensors(CPU)
+    tensors = item.tensors(CPU)
     gates, bounds = tensors["gates"], tensors["offsets"]
     assert gates is not None
     if direction == "forward":
@@ -99,15 +99,15 @@ def test_the_problem_is_that_of_the_call(
         linear_scan(gates, tokens, dim=case.dim, cu_seqlens=bounds)
     else:
         options = plans.Options(case.dim)
-        given = gates, tensors["states"], tensors["states_grad"], None, None, bounds
-        plans.backward(*given, options, (True, True, False))  # type: ignore[arg-type]
+        inputs = gates, tensors["states"], tensors["states_grad"], None, None, bounds
+        plans.backward(*inputs, options, (True, True, False))  # type: ignore[arg-type]
     (problem, theirs), *reductions = requested
     assert len(reductions) == (direction == "backward" and case.gates != "full")
-    assert problem == each.problem
-    run = runner(each.problem, CPU, "auto")
+    assert problem == item.problem
+    run = runner(item.problem, CPU, "auto")
     assert callable(run)
     run(tensors)
-    for name in each.outputs:
+    for name in item.outputs:
         ours, other = tensors[name], theirs[name]
         assert ours is not None
         torch.testing.assert_close(ours, other, equal_nan=False)
@@ -130,12 +130,12 @@ def test_kernels_that_can_sum_up_the_gradient_of_gates_are_timed_doing_so(
     text: str, shape: tuple[int, ...] | None
 ) -> None:
     """As calls ask them to: without it they have a fraction of the work."""
-    for each in posed([Case.parse(text)], passes=["backward"]):
-        sums = shape is not None and each.kernel.language == "cuda"
-        assert each.problem.sums == sums
-        assert all(each.kernel.rules.accepts(v, each.problem) is None for v in each.variants(SM90))
+    for item in posed([Case.parse(text)], passes=["backward"]):
+        sums = shape is not None and item.kernel.language == "cuda"
+        assert item.problem.sums == sums
+        assert all(item.kernel.rules.accepts(v, item.problem) is None for v in item.variants(SM90))
         if sums:
-            gates_grad = each.tensors(CPU)["gates_grad"]
-            assert "gates_grad" in each.outputs
+            gates_grad = item.tensors(CPU)["gates_grad"]
+            assert "gates_grad" in item.outputs
             assert gates_grad is not None
             assert (tuple(gates_grad.shape), gates_grad.dtype) == (shape, torch.float32)

@@ -28,12 +28,12 @@ def test_regret_is_of_what_would_run_untuned(workshop: Any) -> None:
     shipped = engine.untuned(0, problem)
     workshop.ms = lambda variant: 4.0 if variant == shipped else 2.0
     tuner = tuned(workshop, "time_last:2,8,512:float32", "time_last:2,8,500:float64")
-    shares = [each.regret for each in tuner.tuned]
+    shares = [item.regret for item in tuner.tuned]
     assert shares[0] == 2.0
-    found = report.regret(tuner.tuned)
-    assert found is not None
-    assert (found.problems, found.worst) == (2, max(shares))
-    assert found.geometric_mean == pytest.approx((shares[0] * shares[1]) ** 0.5)
+    result = report.regret(tuner.tuned)
+    assert result is not None
+    assert (result.problems, result.worst) == (2, max(shares))
+    assert result.geometric_mean == pytest.approx((shares[0] * shares[1]) ** 0.5)
     assert report.regret([]) is None
 
 
@@ -46,13 +46,13 @@ def test_the_document(workshop: Any) -> None:
     )
     tuner.refused[tuner.tuned[0].posed.variants(Target((9, 0)))[0]] = "a reason"
     tuner.left_out.append(tuner.tuned[0].posed)
-    found = json.loads(json.dumps(report.document(tuner, "/somewhere")))
-    jsonschema.validate(found, schema)
-    assert len(found["problems"]) == 2
-    first = found["problems"][0]
+    result = json.loads(json.dumps(report.document(tuner, "/somewhere")))
+    jsonschema.validate(result, schema)
+    assert len(result["problems"]) == 2
+    first = result["problems"][0]
     assert first["timings"][first["best"]]["ms"] == first["best_ms"]
-    more = {**found, "more": 1}
-    less = {k: v for k, v in found.items() if k != "run"}
+    more = {**result, "more": 1}
+    less = {k: v for k, v in result.items() if k != "run"}
     for wrong in (more, less):
         assert list(jsonschema.Draft202012Validator(schema).iter_errors(wrong))
     tuner.tuned.clear()
@@ -64,11 +64,11 @@ def test_the_document(workshop: Any) -> None:
 def test_what_the_drivers_tool_tells(a_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[list[str]] = []
 
-    def told(command: list[str], **_: Any) -> Any:
+    def answer(command: list[str], **_: Any) -> Any:
         requested.append(command)
         return subprocess.CompletedProcess(command, 0, "580.105, 1980, 2619, [N/A], 3201\n")
 
-    monkeypatch.setattr(subprocess, "run", told)
+    monkeypatch.setattr(subprocess, "run", answer)
     run = report.run_here(3, a_device())
     assert "--id=3" in requested[0]
     assert run.driver == "580.105"
