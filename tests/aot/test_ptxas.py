@@ -23,14 +23,14 @@ PTX = b"""// for sm_80
 
 
 @pytest.fixture
-def found() -> Iterator[None]:
+def nothing_known() -> Iterator[None]:
     """Nothing is known from before, nor afterwards of what was made up."""
     ptxas.find.cache_clear()
     yield
     ptxas.find.cache_clear()
 
 
-def test_only_the_compilers_own_release_will_do(found: None) -> None:
+def test_only_the_compilers_own_release_will_do(nothing_known: None) -> None:
     program = ptxas.find(VERSION)
     assert program is not None
     assert ptxas._version(program) == VERSION
@@ -38,7 +38,7 @@ def test_only_the_compilers_own_release_will_do(found: None) -> None:
     assert ptxas.find("") is None
 
 
-def test_without_triton_there_is_none(found: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_there_is_none(nothing_known: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert ptxas.find(VERSION) is None
 

@@ -126,27 +126,6 @@ def test_any_length(module: ModuleType, time: int) -> None:
     close(states, loop(gates, tokens))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("module", REAL, ids=lambda m: m.__name__.rpartition(".")[2])
-def test_narrow_and_wide_floats(module: ModuleType, dtype: torch.dtype) -> None:
-    """Narrow ones at a length where the errors of a recurrence computed in them would show."""
-    gates, tokens = pair(module, 5000, dtype, batch=1)
-    states = module.scan(gates, tokens)
-    assert states.dtype == dtype
-    close(states, loop(gates, tokens))
-
-
-@pytest.mark.parametrize("module", ALL, ids=lambda m: m.__name__.rpartition(".")[2])
-def test_any_strides(module: ModuleType) -> None:
-    gates, tokens = pair(module, 40)
-    expected = loop(gates, tokens)
-    turned = [t.permute(2, 0, 1).contiguous().permute(1, 2, 0) for t in (gates, tokens)]
-    sliced = [torch.stack((t, t), -1)[..., 0] for t in (gates, tokens)]
-    for inputs in (turned, sliced, [gates, turned[1]]):
-        assert not all(t.is_contiguous() for t in inputs)
-        close(module.scan(*inputs), expected)
-
-
 def test_warp_runs_backwards_too() -> None:
     gates, tokens = pair(warp, 50)
     close(warp.scan_forward(gates, tokens, True), loop(gates, tokens, reverse=True))

@@ -43,9 +43,9 @@ def test_errors_name_the_callers_arguments(
     name: str, place: int, change: Callable[[Tensor], Any], error: type[Exception], words: str
 ) -> None:
     function, *names = FUNCTIONS[name]
-    given: list[Any] = [X, X]
-    given[place] = change(X)
+    inputs: list[Any] = [X, X]
+    inputs[place] = change(X)
     with pytest.raises(error, match=words.replace("{}", names[place])) as caught:
-        function(*given)
+        function(*inputs)
     others = {"gates", "tokens"} - {*names}
     assert not any(f"{other} " in str(caught.value) for other in others)

@@ -23,8 +23,8 @@ SIGNATURES = {
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_arguments_name_for_name(name: str) -> None:
     parameters = inspect.signature(getattr(compat, name)).parameters.values()
-    found = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert found == SIGNATURES[name].split()
+    result = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert result == SIGNATURES[name].split()
 
 
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])
@@ -37,11 +37,11 @@ def test_it_is_a_convolution(dtype: torch.dtype, activation: str | None) -> None
     expected = expected[..., :20]
     if activation:
         expected = functional.silu(expected)
-    found = compat.causal_conv1d_fn(x, weight, bias, activation=activation)
-    assert isinstance(found, torch.Tensor)
-    assert found.dtype == dtype
+    actual = compat.causal_conv1d_fn(x, weight, bias, activation=activation)
+    assert isinstance(actual, torch.Tensor)
+    assert actual.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_final_states_go_where_they_are_wanted() -> None:
@@ -77,11 +77,11 @@ def test_steps_go_on_from_packed_sequences() -> None:
     assert (states[0, :, :2] == 0).all()
     assert (states[1] == 0).all()
     step = torch.randn(3, 5)
-    found = compat.causal_conv1d_update(step, states, weight)
+    actual = compat.causal_conv1d_update(step, states, weight)
     whole = torch.cat([x[2:], step[2:]]).T.unsqueeze(0)
     expected = compat.causal_conv1d_fn(whole, weight)
     assert isinstance(expected, torch.Tensor)
-    torch.testing.assert_close(found[2], expected[0, :, -1])
+    torch.testing.assert_close(actual[2], expected[0, :, -1])
     assert torch.equal(states[..., -1], step)
 
 

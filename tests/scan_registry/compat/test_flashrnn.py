@@ -39,15 +39,15 @@ def in_order(tensor: Tensor, was: str, wanted: str) -> Tensor:
 @pytest.mark.parametrize("function", SIZES)
 def test_results_and_gradients(function: Function, backend: str) -> None:
     inputs = draw(function)
-    for given in (inputs[:3], inputs):
-        found = flashrnn(*given, function=function, backend=backend, dtype="float32")
-        expected = rnn(*given, function=function)
-        assert torch.equal(found[0], expected[0])
-        assert torch.equal(found[1], expected[1])
-        assert found[1].shape == (len(SIZES[function].states), B, 1, H, D)
+    for arguments in (inputs[:3], inputs):
+        actual = flashrnn(*arguments, function=function, backend=backend, dtype="float32")
+        expected = rnn(*arguments, function=function)
+        assert torch.equal(actual[0], expected[0])
+        assert torch.equal(actual[1], expected[1])
+        assert actual[1].shape == (len(SIZES[function].states), B, 1, H, D)
         for got, want in zip(
-            torch.autograd.grad(found[0].square().sum() + found[1].sum(), given),
-            torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), given),
+            torch.autograd.grad(actual[0].square().sum() + actual[1].sum(), arguments),
+            torch.autograd.grad(expected[0].square().sum() + expected[1].sum(), arguments),
             strict=True,
         ):
             assert torch.equal(got, want)
@@ -55,10 +55,10 @@ def test_results_and_gradients(function: Function, backend: str) -> None:
 
 def test_it_computes_in_bfloat16_unless_told() -> None:
     wx, r, b, states = draw("lstm")
-    found, last = flashrnn(wx, r, b, states)
+    result, last = flashrnn(wx, r, b, states)
     narrow = [tensor.bfloat16() for tensor in (wx, r, b, states)]
-    assert found.dtype == last.dtype == torch.float32
-    assert torch.equal(found, rnn(*narrow)[0].float())
+    assert result.dtype == last.dtype == torch.float32
+    assert torch.equal(result, rnn(*narrow)[0].float())
 
 
 @pytest.mark.parametrize("bias_shape", ["GHD", "HGD", "HDG"])
@@ -77,7 +77,7 @@ def test_layouts(
         recurrent_shape=recurrent_shape,
         bias_shape=bias_shape,
     )
-    found = flashrnn(
+    actual = flashrnn(
         in_order(wx, "BTGHD", input_shape),
         in_order(r, "GHDP", recurrent_shape),
         in_order(b, "GHD", bias_shape),
@@ -85,7 +85,7 @@ def test_layouts(
         config=config,
     )
     expected = rnn(wx, r, b, states, function="gru")
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, in_order(want, "SBTHD", output_shape))
 
 
@@ -94,12 +94,12 @@ def test_dtypes_of_each_tensor() -> None:
     config = FlashRNNConfig(
         function="slstm", dtype="float32", dtype_w="bfloat16", dtype_r="float16", dtype_s="float16"
     )
-    found = flashrnn(wx, r, b, states, config=config)
+    actual = flashrnn(wx, r, b, states, config=config)
     expected = rnn(
         wx.bfloat16().float(), r.half().float(), b, states.half().float(), function="slstm"
     )
-    assert found[0].dtype == torch.float16
-    assert torch.equal(found[0], expected[0].half())
+    assert actual[0].dtype == torch.float16
+    assert torch.equal(actual[0], expected[0].half())
     strict = FlashRNNConfig(dtype="float32", enable_automatic_mixed_precision=False)
     flashrnn(*draw("lstm"), config=strict)
     with pytest.raises(TypeError, match=r"R has dtype torch\.float64"):
@@ -112,8 +112,8 @@ def test_initial_values() -> None:
     start = torch.full((2, B, 1, H, D), 0.5)
     assert torch.equal(flashrnn(wx, r, b, config=same)[0], rnn(wx, r, b, start)[0])
     start[1] = 2
-    each = FlashRNNConfig(dtype="float32", initial_val=[0.5, 2.0])
-    assert torch.equal(flashrnn(wx, r, b, config=each)[0], rnn(wx, r, b, start)[0])
+    item = FlashRNNConfig(dtype="float32", initial_val=[0.5, 2.0])
+    assert torch.equal(flashrnn(wx, r, b, config=item)[0], rnn(wx, r, b, start)[0])
     with pytest.raises(ValueError, match="initial_val has 1 values; lstm has 2 states"):
         flashrnn(wx, r, b, config=FlashRNNConfig(initial_val=[1.0]))
 
@@ -128,11 +128,11 @@ def test_initial_values() -> None:
 )
 def test_clips_are_those_that_their_names_say(option: dict[str, Any]) -> None:
     inputs = draw("lstm")
-    found = flashrnn(*inputs, config=FlashRNNConfig(dtype="float32", **option))[0]
+    actual = flashrnn(*inputs, config=FlashRNNConfig(dtype="float32", **option))[0]
     expected, plain = rnn(*inputs, **option)[0], rnn(*inputs)[0]
-    assert torch.equal(found, expected)
-    assert torch.equal(found, plain) == ("forward_clipval" not in option)
-    grads = [torch.autograd.grad(out[0].sum(), inputs)[1] for out in (found, expected, plain)]
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual, plain) == ("forward_clipval" not in option)
+    grads = [torch.autograd.grad(out[0].sum(), inputs)[1] for out in (actual, expected, plain)]
     assert torch.equal(grads[0], grads[1])
     assert not torch.equal(grads[0], grads[2])
 

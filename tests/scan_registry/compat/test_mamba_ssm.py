@@ -19,9 +19,7 @@ from scan_registry.compat.mamba_ssm.ops.selective_scan_interface import (
     selective_scan_fn,
     selective_scan_ref,
 )
-from scan_registry.compat.mamba_ssm.ops.triton.selective_state_update import (
-    selective_state_update,
-)
+from scan_registry.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
 BATCH, CHANNELS, LENGTH, STATES, RANKS, FEATURES = 2, 6, 11, 4, 2, 5
 SCAN = "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False"
@@ -46,8 +44,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
 def test_arguments_name_for_name(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
-    found = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
-    assert found == SIGNATURES[function].split()
+    result = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    assert result == SIGNATURES[function].split()
 
 
 def test_names_are_where_they_were() -> None:
@@ -103,26 +101,26 @@ def scan_arguments(complex_numbers: bool = False) -> dict[str, Tensor]:
 @pytest.mark.parametrize("complex_numbers", [False, True])
 @pytest.mark.parametrize("function", [selective_scan_fn, selective_scan_ref])
 def test_it_is_a_scan(function: Callable[..., Any], complex_numbers: bool) -> None:
-    given = scan_arguments(complex_numbers)
-    out, last = function(**given, delta_softplus=True, return_last_state=True)
-    expected = scan(*given.values())
+    arguments = scan_arguments(complex_numbers)
+    out, last = function(**arguments, delta_softplus=True, return_last_state=True)
+    expected = scan(*arguments.values())
     torch.testing.assert_close((out, last), expected)
-    assert torch.equal(function(**given, delta_softplus=True), out)
+    assert torch.equal(function(**arguments, delta_softplus=True), out)
     weight = torch.randn_like(out)
-    found = torch.autograd.grad((out * weight).sum() + last.abs().sum(), [*given.values()])
+    actual = torch.autograd.grad((out * weight).sum() + last.abs().sum(), [*arguments.values()])
     wanted = torch.autograd.grad(
-        (expected[0] * weight).sum() + expected[1].abs().sum(), [*given.values()]
+        (expected[0] * weight).sum() + expected[1].abs().sum(), [*arguments.values()]
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_are_the_inputs(dtype: torch.dtype) -> None:
-    given = {name: value.detach() for name, value in scan_arguments().items()}
-    wide = scan(*given.values())
+    inputs = {name: value.detach() for name, value in scan_arguments().items()}
+    wide = scan(*inputs.values())
     narrow = {
         n: v.to(dtype if n in ("u", "delta", "B", "C", "z") else torch.float32)
-        for n, v in given.items()
+        for n, v in inputs.items()
     }
     out, last = selective_scan_fn(**narrow, delta_softplus=True, return_last_state=True)
     assert out.dtype == dtype
@@ -137,13 +135,13 @@ def test_numbers_are_taken_for_bools() -> None:
     torch.manual_seed(0)
     u, A, B = torch.randn(2, 4, 6), -torch.rand(4, 3), torch.randn(2, 3, 6)
     for function in (selective_scan_fn, selective_scan_ref):
-        given: Any = {"delta_softplus": 1, "return_last_state": 1}
-        found = function(u, u, A, B, B, **given)
+        arguments: Any = {"delta_softplus": 1, "return_last_state": 1}
+        actual = function(u, u, A, B, B, **arguments)
         expected = function(u, u, A, B, B, delta_softplus=True, return_last_state=True)
-        for one, other in zip(found, expected, strict=True):
+        for one, other in zip(actual, expected, strict=True):
             assert torch.equal(one, other)
-        given = {"delta_softplus": 0, "return_last_state": 0}
-        assert torch.equal(function(u, u, A, B, B, **given), function(u, u, A, B, B))
+        arguments = {"delta_softplus": 0, "return_last_state": 0}
+        assert torch.equal(function(u, u, A, B, B, **arguments), function(u, u, A, B, B))
     step = u[..., 0], u[..., 0], A, B[..., 0], B[..., 0]
     one, other = (
         selective_state_update(torch.zeros(2, 4, 3), *step, dt_softplus=softplus)  # type: ignore[arg-type]
@@ -153,35 +151,35 @@ def test_numbers_are_taken_for_bools() -> None:
 
 
 def test_a_step_is_a_scan_of_one() -> None:
-    given = {name: value.detach() for name, value in scan_arguments().items()}
+    inputs = {name: value.detach() for name, value in scan_arguments().items()}
     state = torch.zeros(BATCH, CHANNELS, STATES).double()
     outputs = []
     for t in range(LENGTH):
-        u, delta, B, C, z = (given[name][..., t] for name in ("u", "delta", "B", "C", "z"))
+        u, delta, B, C, z = (inputs[name][..., t] for name in ("u", "delta", "B", "C", "z"))
         outputs.append(
             selective_state_update(
                 state,
                 u,
                 delta,
-                given["A"],
+                inputs["A"],
                 B,
                 C,
-                given["D"],
+                inputs["D"],
                 z=z,
-                dt_bias=given["delta_bias"],
+                dt_bias=inputs["delta_bias"],
                 dt_softplus=True,
             )
         )
-    out, last = scan(*given.values())
+    out, last = scan(*inputs.values())
     torch.testing.assert_close(torch.stack(outputs, -1), out)
     torch.testing.assert_close(state, last)
 
 
 def test_a_step_records_no_derivative() -> None:
-    given = scan_arguments()
+    inputs = scan_arguments()
     state = torch.zeros(BATCH, CHANNELS, STATES).double()
-    u, delta, B, C = (given[name][..., 0] for name in ("u", "delta", "B", "C"))
-    out = selective_state_update(state, u, delta, given["A"], B, C)
+    u, delta, B, C = (inputs[name][..., 0] for name in ("u", "delta", "B", "C"))
+    out = selective_state_update(state, u, delta, inputs["A"], B, C)
     assert not out.requires_grad
     assert bool(state.abs().sum() > 0)
 
@@ -263,16 +261,18 @@ def test_the_block_is_its_parts(case: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mamba_inner_fn normalises")
 def test_the_block_compiles_to_one_graph() -> None:
-    given = inner_arguments(norms=True)
+    arguments = inner_arguments(norms=True)
     compiled = torch.compile(mamba_inner_fn, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**given), mamba_inner_fn(**given))
+    torch.testing.assert_close(compiled(**arguments), mamba_inner_fn(**arguments))
 
 
 def test_under_autocast() -> None:
-    given = {name: value.detach().float() for name, value in inner_arguments(biases=False).items()}
-    wide = mamba_inner_fn(**given)
+    arguments = {
+        name: value.detach().float() for name, value in inner_arguments(biases=False).items()
+    }
+    wide = mamba_inner_fn(**arguments)
     with torch.autocast("cpu", torch.bfloat16):
-        narrow = mamba_inner_fn(**given)
+        narrow = mamba_inner_fn(**arguments)
     assert narrow.dtype == torch.bfloat16
     torch.testing.assert_close(narrow.float(), wide, rtol=0.1, atol=0.1 * float(wide.abs().max()))
 
@@ -304,11 +304,11 @@ def test_under_autocast() -> None:
     ],
 )
 def test_shapes_that_do_not_fit(name: str, change: Callable[[Any], Any], words: str) -> None:
-    given: dict[str, Any] = inner_arguments(norms=name == "b_rms_weight")
-    given.pop("dt_rms_weight", None)
-    given[name] = change(given.get(name))
+    arguments: dict[str, Any] = inner_arguments(norms=name == "b_rms_weight")
+    arguments.pop("dt_rms_weight", None)
+    arguments[name] = change(arguments.get(name))
     with pytest.raises(ValueError, match=words):
-        mamba_inner_fn(**given)
+        mamba_inner_fn(**arguments)
 
 
 @pytest.mark.parametrize("along", ["channels", "time"])
@@ -337,7 +337,7 @@ def test_large_tensors_of_another_layout_are_copied(
     monkeypatch.setattr(
         interface, "selective_scan", lambda *a, **k: seen.extend(a) or scan(*a, **k)
     )
-    for found, right in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(actual, right)
     inner = {"channels": 1, "time": 2}[along]
     assert [seen[place].stride(inner) for place in (0, 1, 6)] == [1, 1, 1]

@@ -59,27 +59,6 @@ def test_no_steps(scan: Scan) -> None:
 
 
 @SCANS
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 4e-3), (torch.float16, 5e-4), (torch.float64, 1e-12)]
-)
-def test_any_dtype(scan: Scan, dtype: torch.dtype, tolerance: float) -> None:
-    alpha, beta = pair(2000, dtype=dtype)
-    states = scan(alpha, beta)
-    assert states.dtype == dtype
-    assert error(states, loop(alpha, beta)) < tolerance
-
-
-@SCANS
-def test_any_strides(scan: Scan) -> None:
-    alpha, beta = pair(40)
-    turned = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (alpha, beta)]
-    assert not turned[0].is_contiguous()
-    expected = loop(alpha, beta)
-    assert error(scan(*turned), expected) < 1e-6
-    assert error(scan(alpha, turned[1]), expected) < 1e-6
-
-
-@SCANS
 @pytest.mark.parametrize("time", [1, 3, 50])
 def test_gradients_are_those_of_the_loop(scan: Scan, time: int) -> None:
     """Among them that of the first gate, which is zero."""

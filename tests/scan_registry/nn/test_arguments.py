@@ -27,9 +27,6 @@ def error_of(function: Callable[[], Any]) -> Exception:
     return caught.value
 
 
-# --- Constructors -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_signatures_are_torchs_with_keywords_of_our_own(kind: str) -> None:
     theirs = [*inspect.signature(torch.nn.RNNBase).parameters]
@@ -39,7 +36,7 @@ def test_signatures_are_torchs_with_keywords_of_our_own(kind: str) -> None:
     if kind == "RNN":
         theirs.insert(3, "nonlinearity")
     ours = inspect.signature(getattr(nn, kind)).parameters
-    keywords = [name for name, each in ours.items() if each.kind is each.KEYWORD_ONLY]
+    keywords = [name for name, item in ours.items() if item.kind is item.KEYWORD_ONLY]
     assert [name for name in ours if name not in keywords] == theirs
     assert keywords == (["num_heads", "backend"] if kind == "SLSTM" else ["backend"])
 
@@ -112,9 +109,6 @@ def test_heads_that_are_refused(heads: Any, error: type[Exception], words: str) 
     gc.collect(1)  # what is left of the module, which is new, is let go of without a second error
 
 
-# --- What they print --------------------------------------------------------------------------
-
-
 def test_repr_says_all_that_is_not_the_default() -> None:
     options: dict[str, Any] = {
         "num_layers": 2,
@@ -131,9 +125,6 @@ def test_repr_says_all_that_is_not_the_default() -> None:
     module = nn.SLSTM(5, 6, batch_first=True, num_heads=3, backend="cuda")
     assert repr(module) == "SLSTM(5, 6, batch_first=True, num_heads=3, backend='cuda')"
     assert repr(eval(repr(module), {"SLSTM": nn.SLSTM})) == repr(module)
-
-
-# --- Inputs -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,9 +183,6 @@ def test_autocast_takes_what_it_converts_and_nothing_else() -> None:
         module(X)
 
 
-# --- States -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "hx", "words"),
     [
@@ -229,9 +217,6 @@ def test_wrong_states_are_named(kind: str, hx: Any, words: str) -> None:
 def test_states_that_are_none(kind: str, hx: Any, words: str) -> None:
     with pytest.raises(TypeError, match=f"{kind}: {words}"):
         getattr(nn, kind)(5, 6)(X, hx)
-
-
-# --- Copies -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -42,8 +42,8 @@ def test_it_is_the_formula(affine: bool) -> None:
     h, bound = torch.randn(3, 12).double(), torch.rand(12).double()
     torch.testing.assert_close(m(x), loop(m, x, 0.0))
     torch.testing.assert_close(m(x, lower_bound=0.3), loop(m, x, 0.3))
-    found = m(x, lower_bound=bound, initial_state=h)
-    torch.testing.assert_close(found, loop(m, x, bound, h))
+    result = m(x, lower_bound=bound, initial_state=h)
+    torch.testing.assert_close(result, loop(m, x, bound, h))
 
 
 @pytest.mark.parametrize("bound", [None, 0.25, "learned"])
@@ -56,11 +56,11 @@ def test_steps_take_the_bound(bound: Any) -> None:
     for token in x.unbind(1):
         y, state = m.step(token, state, lower_bound=bound)
         outputs.append(y)
-    found = torch.stack(outputs, 1)
-    torch.testing.assert_close(found, whole)
+    result = torch.stack(outputs, 1)
+    torch.testing.assert_close(result, whole)
     if isinstance(bound, Tensor):
         weight = torch.randn_like(whole)
-        (one,) = torch.autograd.grad((found * weight).sum(), bound)
+        (one,) = torch.autograd.grad((result * weight).sum(), bound)
         (other,) = torch.autograd.grad((whole * weight).sum(), bound)
         torch.testing.assert_close(one, other)
         assert one.any()

@@ -103,30 +103,24 @@ def test_what_training_programs_ask_parameters_for() -> None:
 
 def test_dtype_and_device() -> None:
     m = nn.Mamba(8, dtype=torch.bfloat16, device="cpu")
-    found = {name: value.dtype for name, value in m.state_dict().items()}
-    assert found.pop("A_log") == found.pop("D") == torch.float32
-    assert set(found.values()) == {torch.bfloat16}
+    result = {name: value.dtype for name, value in m.state_dict().items()}
+    assert result.pop("A_log") == result.pop("D") == torch.float32
+    assert set(result.values()) == {torch.bfloat16}
     assert m(torch.randn(2, 5, 8).bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"conv_bias": False},
-        {"d_conv": 2, "d_state": 3, "expand": 1},
-    ],
-    ids=str,
+    "options", [{}, {"conv_bias": False}, {"d_conv": 2, "d_state": 3, "expand": 1}], ids=str
 )
 def test_it_is_the_block(options: dict[str, Any]) -> None:
     m = wide(**options)
     hidden = torch.randn(2, LENGTH, 8).double().requires_grad_()
-    found, expected = m(hidden), block(m, hidden)
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn_like(found)
+    actual, expected = m(hidden), block(m, hidden)
+    torch.testing.assert_close(actual, expected)
+    weight = torch.randn_like(actual)
     leaves = [hidden, *m.parameters()]
     torch.testing.assert_close(
-        torch.autograd.grad((found * weight).sum(), leaves),
+        torch.autograd.grad((actual * weight).sum(), leaves),
         torch.autograd.grad((expected * weight).sum(), leaves),
     )
 
@@ -135,27 +129,16 @@ def test_under_autocast() -> None:
     m, hidden = nn.Mamba(8), torch.randn(2, LENGTH, 8)
     expected = m(hidden)
     with torch.autocast("cpu", torch.bfloat16):
-        found = m(hidden)
+        actual = m(hidden)
         states = m.allocate_inference_cache(2, LENGTH)
         with torch.no_grad():
             steps = [m(x, states=states) for x in hidden.split(1, 1)]
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.01)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.01)
     torch.testing.assert_close(torch.cat(steps, 1).float(), expected, rtol=0.05, atol=0.01)
 
 
 # --- Generation -------------------------------------------------------------------------------
-
-
-def test_states_go_on_with_any_number_of_steps() -> None:
-    m, hidden = wide(bias=True), torch.randn(2, LENGTH, 8).double()
-    states = m.allocate_inference_cache(2, LENGTH)
-    assert [tuple(state.shape) for state in states] == [(2, 16, 4), (2, 16, 16)]
-    with torch.no_grad():
-        parts = [m(x, states=states) for x in hidden.split([5, 1, 2, 0, 4], 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), m(hidden))
-    projected = linear(hidden, m.in_proj.weight, m.in_proj.bias)
-    torch.testing.assert_close(states[0], projected[:, -4:, :16].mT)
 
 
 def test_inference_params_are_mamba_ssms() -> None:
@@ -178,17 +161,17 @@ def test_derivatives_end_at_states() -> None:
     m(hidden[:, :5], states=states)
     later = m(hidden[:, 5:], states=states)
     torch.testing.assert_close(later, m(hidden)[:, 5:])
-    (found,) = torch.autograd.grad(later.sum(), hidden)
-    assert not found[:, :5].any()
+    (result,) = torch.autograd.grad(later.sum(), hidden)
+    assert not result[:, :5].any()
     (whole,) = torch.autograd.grad(m(hidden)[:, 5:].sum(), hidden)
-    torch.testing.assert_close(found[:, 8:], whole[:, 8:])
+    torch.testing.assert_close(result[:, 8:], whole[:, 8:])
 
 
 def test_the_caches_dtypes() -> None:
     m = nn.Mamba(8, dtype=torch.bfloat16)
     assert [s.dtype for s in m.allocate_inference_cache(1, 1)] == [torch.bfloat16, torch.float32]
-    given = m.allocate_inference_cache(1, 1, dtype=torch.float16)
-    assert {s.dtype for s in given} == {torch.float16}
+    inputs = m.allocate_inference_cache(1, 1, dtype=torch.float16)
+    assert {s.dtype for s in inputs} == {torch.float16}
     assert {s.dtype for s in wide().allocate_inference_cache(1, 1)} == {torch.float64}
 
 
@@ -200,10 +183,10 @@ def test_a_step_of_float64_parameters() -> None:
         first = m(hidden[:, :-2], states=states)
         then, *_ = m.step(hidden[:, -2:-1], *states)
         last = m(hidden[:, -1:], states=states)
-    found = torch.cat([first, then, last], 1)
+    result = torch.cat([first, then, last], 1)
     assert m.A_log.dtype == m.D.dtype == torch.float32
-    torch.testing.assert_close(found, m(hidden))
-    torch.testing.assert_close(found, copy.deepcopy(m).double()(hidden))
+    torch.testing.assert_close(result, m(hidden))
+    torch.testing.assert_close(result, copy.deepcopy(m).double()(hidden))
 
 
 # --- What it refuses and prints ---------------------------------------------------------------
@@ -285,11 +268,11 @@ class TestOnAGpu:
         exact = copy.deepcopy(m).double().cpu()
         hidden = torch.randn(3, 50, 64, device="cuda").to(dtype).requires_grad_()
         wide_hidden = hidden.detach().double().cpu().requires_grad_()
-        found, expected = m(hidden), block(exact, wide_hidden)
+        actual, expected = m(hidden), block(exact, wide_hidden)
         weight = torch.randn_like(expected)
-        ours = torch.autograd.grad((found * weight.to(found)).sum(), [hidden, *m.parameters()])
+        ours = torch.autograd.grad((actual * weight.to(actual)).sum(), [hidden, *m.parameters()])
         theirs = torch.autograd.grad((expected * weight).sum(), [wide_hidden, *exact.parameters()])
-        for one, other in zip((found, *ours), (expected, *theirs), strict=True):
+        for one, other in zip((actual, *ours), (expected, *theirs), strict=True):
             assert float(((one.double().cpu() - other).norm() / other.norm()).detach()) <= tolerance
 
     def test_steps_in_a_graph(self) -> None:

@@ -18,10 +18,7 @@ ACTIVATIONS = {
 
 
 def run(
-    gates: Callable[[Tensor], tuple[Tensor, Tensor]],
-    m: Any,
-    x: Tensor,
-    h: Tensor | None = None,
+    gates: Callable[[Tensor], tuple[Tensor, Tensor]], m: Any, x: Tensor, h: Tensor | None = None
 ) -> Tensor:
     """One step after the other; ``gates`` gives what is kept of the state, and what is added."""
     outputs = []

@@ -32,9 +32,9 @@ def _seed() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's functions where they would do, however fast they are, and by this package alone."""
     if request.param == "own":
-        monkeypatch.setattr(torch_cells, "takes", lambda *given: False)
+        monkeypatch.setattr(torch_cells, "takes", lambda *inputs: False)
     else:
-        monkeypatch.setattr(torch_cells, "is_faster", lambda *given: True)
+        monkeypatch.setattr(torch_cells, "is_faster", lambda *item: True)
 
 
 def pair(kind: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -47,21 +47,21 @@ def pair(kind: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
 def flat(results: Any) -> list[Tensor]:
     if isinstance(results, Tensor):
         return [results]
-    return [tensor for each in results if each is not None for tensor in flat(each)]
+    return [tensor for result in results if result is not None for tensor in flat(result)]
 
 
 def alike(theirs: torch.nn.Module, ours: torch.nn.Module, *inputs: Any) -> None:
     """Equal results, and equal gradients of all parameters and inputs."""
-    expected, found = theirs(*inputs), ours(*inputs)
-    assert type(found[1]) is type(expected[1])
+    expected, actual = theirs(*inputs), ours(*inputs)
+    assert type(actual[1]) is type(expected[1])
     of = [t for t in flat(inputs) if t.requires_grad]
     grads = []
-    for results, module in ((expected, theirs), (found, ours)):
+    for results, module in ((expected, theirs), (actual, ours)):
         outs = [out for out in flat(results) if out.is_floating_point()]
         weights = [torch.linspace(-1, 2, o.numel(), dtype=o.dtype).view(o.shape) for o in outs]
         loss = sum((out * weight).sum() for out, weight in zip(outs, weights, strict=True))
         grads.append(torch.autograd.grad(loss, [*module.parameters(), *of]))
-    torch.testing.assert_close(flat(found), flat(expected))
+    torch.testing.assert_close(flat(actual), flat(expected))
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-5)
 
 
@@ -106,10 +106,10 @@ def test_packed_sequences(kind: str, enforce_sorted: bool) -> None:
     )
     theirs, ours = pair(kind, **options)
     hx = states_of(kind, options)
-    expected, found = theirs(packed, hx), ours(packed, hx)
-    torch.testing.assert_close(found[0].data, expected[0].data)
-    torch.testing.assert_close(pad_packed_sequence(found[0]), pad_packed_sequence(expected[0]))
-    torch.testing.assert_close(flat(found[1]), flat(expected[1]))
+    expected, actual = theirs(packed, hx), ours(packed, hx)
+    torch.testing.assert_close(actual[0].data, expected[0].data)
+    torch.testing.assert_close(pad_packed_sequence(actual[0]), pad_packed_sequence(expected[0]))
+    torch.testing.assert_close(flat(actual[1]), flat(expected[1]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,8 +188,8 @@ def test_strides_match_torch(
         x = torch.randn(shape)
         views = [x, torch.randn(*shape, 2)[..., 0], x.transpose(0, 1).contiguous().transpose(0, 1)]
         for view in views:
-            expected, found = flat(theirs(view)), flat(ours(view))
-            assert [out.stride() for out in found] == [out.stride() for out in expected]
+            expected, actual = flat(theirs(view)), flat(ours(view))
+            assert [out.stride() for out in actual] == [out.stride() for out in expected]
     assert kind == "GRU" or bidirectional or first or ours(x)[0].view(-1, 4).shape[1] == 4
 
 
@@ -201,9 +201,9 @@ def test_strides_of_packed_sequences_match_torch(kind: str) -> None:
     )
     for options in ({}, {"bidirectional": True}, {"batch_first": True}):
         theirs, ours = pair(kind, **options)
-        expected, found = theirs(packed), ours(packed)
-        assert found[0].data.stride() == expected[0].data.stride()
-        assert [t.stride() for t in flat(found[1])] == [t.stride() for t in flat(expected[1])]
+        expected, actual = theirs(packed), ours(packed)
+        assert actual[0].data.stride() == expected[0].data.stride()
+        assert [t.stride() for t in flat(actual[1])] == [t.stride() for t in flat(expected[1])]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "SLSTM"])
@@ -241,9 +241,9 @@ def test_modules_can_be_traced_by_jit(kind: str) -> None:
     traced = torch.jit.trace(module, x)
     other = torch.randn(5, 2, 3)
     torch.testing.assert_close(flat(traced(other)), flat(module(other)))
-    found = torch.autograd.grad(traced(other)[0].square().sum(), [*module.parameters()])
+    actual = torch.autograd.grad(traced(other)[0].square().sum(), [*module.parameters()])
     expected = torch.autograd.grad(module(other)[0].square().sum(), [*module.parameters()])
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     with torch.no_grad():
         torch.testing.assert_close(flat(traced(other)), flat(module(other)))
 
@@ -256,13 +256,13 @@ def test_modules_are_leaves_of_fx(kind: str) -> None:
     assert torch.equal(graph(x), holder(x))
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_scripting_says_what_to_use_instead(held: bool) -> None:
+@pytest.mark.parametrize("contents", [False, True])
+def test_scripting_says_what_to_use_instead(contents: bool) -> None:
     module = nn.LSTM(3, 4)
     with pytest.raises(
         RuntimeError, match=r"cannot compile scan_registry.nn.LSTM; use torch.compile"
     ):
-        torch.jit.script(Holder(module) if held else module)
+        torch.jit.script(Holder(module) if contents else module)
 
 
 # --- SLSTM ------------------------------------------------------------------------------------

@@ -90,11 +90,11 @@ def test_translations_of_the_older_exporter_go_first() -> None:
         torch.onnx.unregister_custom_op_symbolic("scan_registry::rnn", 9)
 
 
-@pytest.mark.parametrize("held", [False, True])
-def test_functions_of_torch_are_exported(held: bool) -> None:
+@pytest.mark.parametrize("contents", [False, True])
+def test_functions_of_torch_are_exported(contents: bool) -> None:
     pytest.importorskip("onnx", reason="torch.onnx writes files by the package onnx")
     module = MODULES["LSTM projected"]()
-    assert trace(Model(module) if held else module)
+    assert trace(Model(module) if contents else module)
 
 
 def test_flags_reach_a_traced_module() -> None:

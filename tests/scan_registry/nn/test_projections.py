@@ -60,10 +60,10 @@ def alike(theirs: Any, ours: Any, x: Any, hx: Any = None) -> None:
     """Equal results and gradients."""
     of = [x.data if isinstance(x, PackedSequence) else x, *(hx or ())]
     grads = []
-    expected, found = theirs(x, hx), ours(x, hx)
-    torch.testing.assert_close(flat(found), flat(expected))
-    assert [t.stride() for t in flat(found)] == [t.stride() for t in flat(expected)]
-    for module, result in ((theirs, expected), (ours, found)):
+    expected, actual = theirs(x, hx), ours(x, hx)
+    torch.testing.assert_close(flat(actual), flat(expected))
+    assert [t.stride() for t in flat(actual)] == [t.stride() for t in flat(expected)]
+    for module, result in ((theirs, expected), (ours, actual)):
         loss = sum((t * torch.arange(t.numel()).view(t.shape).cos()).sum() for t in flat(result))
         grads.append(torch.autograd.grad(loss, [*of, *module.parameters()]))
     torch.testing.assert_close(*grads)
@@ -124,7 +124,7 @@ def test_dropout(backend: str) -> None:
 def test_torch_computes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     run = torch_cells.run
-    monkeypatch.setattr(torch_cells, "run", lambda *given: calls.append(1) or run(*given))
+    monkeypatch.setattr(torch_cells, "run", lambda *inputs: calls.append(1) or run(*inputs))
     x = torch.randn(TIME, BATCH, INPUTS)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         _, ours = pair("auto", dtype=dtype)
@@ -135,22 +135,6 @@ def test_torch_computes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.func.jvp(lambda x: ours(x)[0], (x,), (x,))
     pair("reference", dtype=torch.float32)[1](x)
     assert len(calls) == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    _, ours = pair("auto", dtype=torch.float32)
-    x, mark = torch.randn(TIME, BATCH, INPUTS), torch.zeros(TIME, BATCH, dtype=torch.bool)
-    hx = tuple(state.float() for state in states_of(ours, BATCH))
-    with torch.autocast("cpu", dtype):
-        results = [ours(x, hx), ours(x, hx, reset=mark)]
-    for result in results:
-        assert {t.dtype for t in flat(result)} == {dtype}
-        for one, other in zip(flat(result), flat(ours(x, hx)), strict=True):
-            torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.03)
-
-
-# --- Resets -----------------------------------------------------------------------------------
 
 
 def episodes(ours: Any, x: Tensor, hx: Any, mark: Tensor, anew: Any) -> Any:
@@ -170,7 +154,7 @@ def test_resets() -> None:
     x = torch.randn(TIME, BATCH, INPUTS, dtype=torch.float64, requires_grad=True)
     mark = torch.rand(TIME, BATCH) < 0.4
     mark[0], mark[-1, 1] = torch.tensor([True, False, True, False]), True
-    found = ours(x, hx, reset=mark, reset_hx=anew)
+    actual = ours(x, hx, reset=mark, reset_hx=anew)
     rows = [
         episodes(ours, x[:, b], [s[:, b] for s in hx], mark[:, b], [s[:, b] for s in anew])
         for b in range(BATCH)
@@ -179,11 +163,11 @@ def test_resets() -> None:
         torch.stack([row[0] for row in rows], 1),
         tuple(torch.stack([row[1][k] for row in rows], 1) for k in (0, 1)),
     )
-    torch.testing.assert_close(flat(found), flat(expected))
+    torch.testing.assert_close(flat(actual), flat(expected))
     leaves = [x, *hx, *anew, *ours.parameters()]
     grads = [
         torch.autograd.grad(sum((t.sin() ** 2).sum() for t in flat(result)), leaves)
-        for result in (found, expected)
+        for result in (actual, expected)
     ]
     torch.testing.assert_close(*grads)
     with torch.no_grad():
@@ -201,22 +185,19 @@ def test_resets_of_packed_batch_first_and_unbatched_sequences() -> None:
     out, last = ours(packed, hx, reset=marks, reset_hx=anew)
     padded, _ = torch.nn.utils.rnn.pad_packed_sequence(out)
     for b, length in enumerate(lengths):
-        found, state = ours(
+        result, state = ours(
             x[:length, b],
             tuple(s[:, b] for s in hx),
             reset=mark[:length, b],
             reset_hx=tuple(s[:, b] for s in anew),
         )
-        torch.testing.assert_close(padded[:length, b], found)
+        torch.testing.assert_close(padded[:length, b], result)
         torch.testing.assert_close(tuple(s[:, b] for s in last), state)
     first = copy.deepcopy(ours)
     first.batch_first = True
     out, last = first(x.transpose(0, 1), hx, reset=mark.T, reset_hx=anew)
-    found = ours(x, hx, reset=mark, reset_hx=anew)
-    torch.testing.assert_close((out.transpose(0, 1), last), found)
-
-
-# --- What is refused --------------------------------------------------------------------------
+    result = ours(x, hx, reset=mark, reset_hx=anew)
+    torch.testing.assert_close((out.transpose(0, 1), last), result)
 
 
 @pytest.mark.parametrize("size", [True, 2.0, None, -1, HIDDEN])

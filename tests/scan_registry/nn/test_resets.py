@@ -53,7 +53,7 @@ def episodes(
             one = type(module)(x.shape[2], 6, dtype=torch.float64, **options)
             name = f"_l{layer}{'_reverse' if side else ''}"
             own = {n: p for n, p in module.named_parameters() if n.endswith(name)}
-            given = {n.removesuffix(name) + "_l0": p for n, p in own.items()}
+            inputs = {n.removesuffix(name) + "_l0": p for n, p in own.items()}
             rows = []
             for b in range(x.shape[1]):
                 cuts = sorted({0, x.shape[0], *reset[:, b].nonzero().flatten().tolist()})
@@ -64,12 +64,12 @@ def episodes(
                     fresh = (end < x.shape[0]) if side else bool(reset[begin, b])
                     start = [s[row, b].unsqueeze(0) for s in flat(anew if fresh else hx)]
                     out, last = torch.func.functional_call(
-                        one, given, (part, tuple(start) if len(start) > 1 else start[0])
+                        one, inputs, (part, tuple(start) if len(start) > 1 else start[0])
                     )
                     parts.append(out.flip(0) if side else out)
                 rows.append(torch.cat(parts[::-1] if side else parts))
-                for state, each in zip(ends, flat(last), strict=True):
-                    state.append(each.squeeze(0))
+                for state, item in zip(ends, flat(last), strict=True):
+                    state.append(item.squeeze(0))
             sides.append(torch.stack(rows, 1))
         x = torch.cat(sides, 2)
     size = x.shape[1]
@@ -78,11 +78,11 @@ def episodes(
     ]
 
 
-def alike(found: Any, expected: Any, leaves: list[Tensor]) -> None:
-    torch.testing.assert_close(flat(found[1]), flat(expected[1]))
-    torch.testing.assert_close(found[0], expected[0])
+def alike(actual: Any, expected: Any, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(flat(actual[1]), flat(expected[1]))
+    torch.testing.assert_close(actual[0], expected[0])
     grads = []
-    for out, states in (found, expected):
+    for out, states in (actual, expected):
         outs = [out, *flat(states)]
         loss = sum((o * torch.linspace(-1, 2, o.numel()).view(o.shape)).sum() for o in outs)
         grads.append(torch.autograd.grad(loss, leaves))
@@ -100,8 +100,8 @@ def test_resets(kind: str, options: dict[str, Any]) -> None:
     reset = torch.rand(7, 3) < 0.3
     reset[0], reset[6, 1] = torch.tensor([True, False, True]), True
     leaves = [x, *module.parameters(), *flat(hx), *flat(anew)]
-    found = module(x, hx, reset=reset, reset_hx=anew)
-    alike(found, episodes(module, x, hx, reset, anew), leaves)
+    actual = module(x, hx, reset=reset, reset_hx=anew)
+    alike(actual, episodes(module, x, hx, reset, anew), leaves)
     # From zeros, batch first.
     zeros = [torch.zeros_like(s) for s in flat(hx)]
     module.batch_first = True
@@ -126,9 +126,9 @@ def test_resets_of_packed_sequences(kind: str, sort: bool) -> None:
     padded, _ = pad_packed_sequence(out)
     for number, length in enumerate(lengths):
         own, restart = (tuple(s[:, number] for s in flat(states)) for states in (hx, anew))
-        given = (own, restart) if len(own) > 1 else (own[0], restart[0])
+        inputs = (own, restart) if len(own) > 1 else (own[0], restart[0])
         alone, end = module(
-            x[:length, number], given[0], reset=reset[:length, number], reset_hx=given[1]
+            x[:length, number], inputs[0], reset=reset[:length, number], reset_hx=inputs[1]
         )
         torch.testing.assert_close(padded[:length, number], alone)
         torch.testing.assert_close([s[:, number] for s in flat(last)], flat(end))
@@ -139,14 +139,14 @@ def test_resets_of_packed_sequences(kind: str, sort: bool) -> None:
 def test_the_default_device_does_not_matter(kind: str, packed: bool) -> None:
     """Nor does ``torch.set_default_device``, to a device whose tensors do not mix with those of the call."""
     module, anew = module_of(kind, **DEEP), states_of(kind, 4, 3)
-    given: Any = torch.randn(6, 3, 5, dtype=torch.float64), torch.rand(6, 3) < 0.4
+    inputs: Any = torch.randn(6, 3, 5, dtype=torch.float64), torch.rand(6, 3) < 0.4
     if packed:
-        given = [pack_padded_sequence(t, torch.tensor([6, 4, 1])) for t in given]
-    x, reset = given
+        inputs = [pack_padded_sequence(t, torch.tensor([6, 4, 1])) for t in inputs]
+    x, reset = inputs
     wanted, _ = module(x, anew, reset=reset, reset_hx=anew)
     with torch.device("meta"):
-        found, _ = module(x, anew, reset=reset, reset_hx=anew)
-    assert torch.equal(*((found.data, wanted.data) if packed else (found, wanted)))
+        actual, _ = module(x, anew, reset=reset, reset_hx=anew)
+    assert torch.equal(*((actual.data, wanted.data) if packed else (actual, wanted)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,10 +170,10 @@ def test_nothing_that_is_not_finite_crosses_a_reset() -> None:
     reset[3, 0] = True
     expected, _ = module(x, reset=reset)
     x[2, 0] = torch.nan
-    found, _ = module(x, reset=reset)
-    assert found[:3, 0].isnan().all(1).any()
-    assert torch.equal(found[3:, 0], expected[3:, 0])
-    assert torch.equal(found[:, 1], expected[:, 1])
+    actual, _ = module(x, reset=reset)
+    assert actual[:3, 0].isnan().all(1).any()
+    assert torch.equal(actual[3:, 0], expected[3:, 0])
+    assert torch.equal(actual[:, 1], expected[:, 1])
 
 
 def test_compile_without_a_break() -> None:
@@ -181,15 +181,15 @@ def test_compile_without_a_break() -> None:
     x, reset = torch.randn(4, 2, 5, dtype=torch.float64), torch.rand(4, 2) < 0.4
     hx = states_of("GRU", 1, 2)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    found, expected = (m(x, hx, reset=reset, reset_hx=hx) for m in (compiled, module))
-    alike(found, expected, [*module.parameters(), hx])
+    actual, expected = (m(x, hx, reset=reset, reset_hx=hx) for m in (compiled, module))
+    alike(actual, expected, [*module.parameters(), hx])
 
 
 PACKED = pack_padded_sequence(torch.randn(4, 2, 5), torch.tensor([4, 2]))
 
 
 @pytest.mark.parametrize(
-    ("x", "given", "error", "words"),
+    ("x", "arguments", "error", "words"),
     [
         (torch.zeros(4, 2, 5), {"reset": [True]}, TypeError, "reset to be a Tensor, got list"),
         (
@@ -226,7 +226,7 @@ PACKED = pack_padded_sequence(torch.randn(4, 2, 5), torch.tensor([4, 2]))
         ),
     ],
 )
-def test_errors(x: Any, given: Any, error: type[Exception], words: str) -> None:
+def test_errors(x: Any, arguments: Any, error: type[Exception], words: str) -> None:
     assert isinstance(x, (Tensor, PackedSequence))
     with pytest.raises(error, match=words):
-        nn.GRU(5, 6)(x, **given)
+        nn.GRU(5, 6)(x, **arguments)

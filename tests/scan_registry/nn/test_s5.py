@@ -48,8 +48,8 @@ def test_it_is_the_formula(discretization: Any, bcInit: Any) -> None:
     m, x = given(block_count=2, discretization=discretization, bcInit=bcInit)
     h = torch.randn(3, 6, dtype=torch.complex128)
     torch.testing.assert_close(m(x), loop(m, x) + m.seq.D * x)
-    found, last = m(x, initial_state=h, return_final_state=True)
-    torch.testing.assert_close(found, loop(m, x, h=h) + m.seq.D * x)
+    result, last = m(x, initial_state=h, return_final_state=True)
+    torch.testing.assert_close(result, loop(m, x, h=h) + m.seq.D * x)
     assert (last.shape, last.dtype) == (h.shape, h.dtype)
 
 
@@ -57,10 +57,10 @@ def test_both_ways() -> None:
     m, x = given(bidir=True)
     h = torch.randn(3, 12, dtype=torch.complex128)
     expected = loop(m, x, h=h[:, :6]) + loop(m, x, h=h[:, 6:], half=1) + m.seq.D * x
-    found, last = m(x, initial_state=h, return_final_state=True)
-    torch.testing.assert_close(found, expected)
+    actual, last = m(x, initial_state=h, return_final_state=True)
+    torch.testing.assert_close(actual, expected)
     assert last.shape == h.shape
-    torch.testing.assert_close(m(x.flip(1), reverse=True, initial_state=h), found.flip(1))
+    torch.testing.assert_close(m(x.flip(1), reverse=True, initial_state=h), actual.flip(1))
     with pytest.raises(RuntimeError, match="a bidirectional layer has no step"):
         m.step(x[:, 0])
 
@@ -125,15 +125,12 @@ def test_the_state_dict_is_s5_pytorchs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_conversion_keeps_imaginary_parts(dtype: torch.dtype) -> None:
     m = nn.S5(5, 6)
-    found = copy.deepcopy(m).to(dtype).seq
-    assert found.Lambda.is_complex()
-    assert found.B.dtype == dtype
+    result = copy.deepcopy(m).to(dtype).seq
+    assert result.Lambda.is_complex()
+    assert result.B.dtype == dtype
     slack = 0.01 if dtype == torch.bfloat16 else 0
-    for one, other in ((found.Lambda, m.seq.Lambda), (found.C, m.seq.C)):
+    for one, other in ((result.Lambda, m.seq.Lambda), (result.C, m.seq.C)):
         torch.testing.assert_close(one.to(other.dtype), other, rtol=slack, atol=slack)
-
-
-# --- How parameters begin ---------------------------------------------------------------------
 
 
 def test_eigenvalues_are_hippos() -> None:
@@ -191,8 +188,8 @@ def test_initial_states_of_both_ways_broadcast() -> None:
     m, x = given(bidir=True)
     for size in ((), (1,), (3, 1), (1, 12), (12,)):
         state = torch.randn(size, dtype=torch.complex128)
-        found = m(x, initial_state=state)
-        torch.testing.assert_close(found, m(x, initial_state=state.expand(3, 12).clone()))
+        result = m(x, initial_state=state)
+        torch.testing.assert_close(result, m(x, initial_state=state.expand(3, 12).clone()))
     with pytest.raises(ValueError, match=r"of 12 numbers for both scans, got size \(3, 6\)"):
         m(x, initial_state=torch.zeros(3, 6, dtype=torch.complex128))
     with pytest.raises(TypeError, match="Expected initial_state to be a Tensor, got float"):

@@ -47,9 +47,9 @@ def flat(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [*state]
 
 
-def assert_same(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found[0], expected[0])
-    torch.testing.assert_close(flat(found[1]), flat(expected[1]))
+def assert_same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual[0], expected[0])
+    torch.testing.assert_close(flat(actual[1]), flat(expected[1]))
 
 
 def test_every_module_is_here() -> None:
@@ -69,8 +69,10 @@ def test_derivatives_go_through_the_states(name: str) -> None:
     module, x = make(name), given()
     wanted = [x, *module.parameters()]
 
-    def gradients(found: tuple[Tensor, Any]) -> list[Tensor]:
-        loss = found[0].square().sum() + sum(state.abs().square().sum() for state in flat(found[1]))
+    def gradients(actual: tuple[Tensor, Any]) -> list[Tensor]:
+        loss = actual[0].square().sum() + sum(
+            state.abs().square().sum() for state in flat(actual[1])
+        )
         return [*torch.autograd.grad(loss, wanted)]
 
     expected = gradients(final_state(module, x, None))

@@ -42,8 +42,8 @@ def given(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def called(module: Any, x: Tensor) -> Tensor:
     y = module(x)
-    found: Tensor = y[0] if isinstance(y, tuple) else y
-    return found
+    result: Tensor = y[0] if isinstance(y, tuple) else y
+    return result
 
 
 def stepped(module: Any, x: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ def stepped(module: Any, x: Tensor) -> Tensor:
     state: Any = None
     if isinstance(module, (nn.Mamba, nn.Mamba2)):
         states = module.allocate_inference_cache(x.shape[0], 0)
-        return torch.cat([module.step(each, *states)[0] for each in x.split(1, 1)], 1)
-    for each in x.unbind(1):
-        y, state = module.step(each, state)
+        return torch.cat([module.step(item, *states)[0] for item in x.split(1, 1)], 1)
+    for item in x.unbind(1):
+        y, state = module.step(item, state)
         outputs.append(y)
     return torch.stack(outputs, 1)
 
@@ -72,15 +72,15 @@ def ways(module: Any) -> list[Callable[[Any, Tensor], Tensor]]:
     return [called] if getattr(module, "bidir", False) else [called, stepped, generated]
 
 
-def assert_same(found: Any, expected: Any, x: Tensor, unlike: Any = None) -> None:
+def assert_same(actual: Any, expected: Any, x: Tensor, unlike: Any = None) -> None:
     """In training, with the input's gradient, and in evaluation; and another function than ``unlike``."""
     for compute in ways(expected):
         with torch.no_grad():
-            y = compute(found.eval(), x)
+            y = compute(actual.eval(), x)
             torch.testing.assert_close(y, compute(expected.eval(), x))
             assert unlike is None or not torch.allclose(y, compute(unlike, x), rtol=1e-3)
     gradients = []
-    for module in (found.train(), expected.train()):
+    for module in (actual.train(), expected.train()):
         inputs = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(called(module, inputs).square().sum(), inputs)
         gradients.append(gradient)
@@ -104,13 +104,13 @@ class Adapted(torch.nn.Module):
             self.delta = self.delta.to(base.weight.dtype)
 
     def forward(self, *arguments: Any) -> Any:
-        found = self.base(*arguments)
+        result = self.base(*arguments)
         if isinstance(self.base, torch.nn.Linear):
-            return found + functional.linear(*arguments, self.delta)
+            return result + functional.linear(*arguments, self.delta)
         if isinstance(self.base, torch.nn.Conv1d):
             options = {"padding": self.base.padding, "groups": self.base.groups}
-            return found + functional.conv1d(*arguments, self.delta, **options)
-        return times(found)
+            return result + functional.conv1d(*arguments, self.delta, **options)
+        return times(result)
 
 
 class Times(torch.nn.Module):
@@ -118,9 +118,9 @@ class Times(torch.nn.Module):
         return FACTOR * x
 
 
-def times(found: Any) -> Any:
+def times(result: Any) -> Any:
     """An output, which may have a state beside it."""
-    return (FACTOR * found[0], *found[1:]) if isinstance(found, tuple) else FACTOR * found
+    return (FACTOR * result[0], *result[1:]) if isinstance(result, tuple) else FACTOR * result
 
 
 def outputs_of(inside: Any) -> list[Tensor]:
@@ -159,17 +159,17 @@ def code(module: Any, path: str) -> list[Tensor]:
 
 
 def hook(module: Any, path: str) -> None:
-    module.get_submodule(path).register_forward_hook(lambda _, __, found: times(found))
+    module.get_submodule(path).register_forward_hook(lambda _, __, result: times(result))
 
 
 def parametrized(module: Any, path: str) -> None:
     inside = module.get_submodule(path)
-    for name in [name for name, each in inside.named_parameters() if is_in(each, inside)]:
+    for name in [name for name, item in inside.named_parameters() if is_in(item, inside)]:
         parametrize.register_parametrization(inside, name, Times())
 
 
 def is_in(parameter: Tensor, inside: Any) -> bool:
-    return any(parameter is each for each in outputs_of(inside))
+    return any(parameter is item for item in outputs_of(inside))
 
 
 def merged(name: str, path: str, deltas: list[Tensor] | None) -> Any:
@@ -209,7 +209,7 @@ def test_every_submodule_is_called(name: str) -> None:
     paths = {inside: path for path, inside in module.named_modules()}
     for compute in ways(module):
         seen: set[str] = set()
-        watching = register_module_forward_hook(lambda each, *_: seen.add(paths[each]))  # noqa: B023
+        watching = register_module_forward_hook(lambda item, *_: seen.add(paths[item]))  # noqa: B023
         try:
             compute(module, x)
         finally:
@@ -232,7 +232,7 @@ def test_a_convolution_that_returns_too_little_is_refused(name: str) -> None:
 
 
 def linears(module: Any) -> list[tuple[str, Any]]:
-    return [(p, each) for p, each in module.named_modules() if isinstance(each, torch.nn.Linear)]
+    return [(p, item) for p, item in module.named_modules() if isinstance(item, torch.nn.Linear)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -243,8 +243,8 @@ def test_torchs_dynamic_quantization(name: str) -> None:
     assert not linears(quantized)
     for compute in ways(module):
         with torch.no_grad():
-            found, expected = compute(quantized, x), compute(module, x)
-        assert 0 < (found - expected).norm() < 0.05 * expected.norm()
+            actual, expected = compute(quantized, x), compute(module, x)
+        assert 0 < (actual - expected).norm() < 0.05 * expected.norm()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -278,8 +278,8 @@ def test_mamba_with_a_scripted_convolution(name: str) -> None:
         module.conv1d = torch.jit.script(module.conv1d)
     with torch.no_grad():
         torch.testing.assert_close(module(x), expected(x))
-        for found, y in zip(x.split(1, 1), expected(x).split(1, 1), strict=True):
-            torch.testing.assert_close(module.step(found, *states)[0], y)
+        for actual, y in zip(x.split(1, 1), expected(x).split(1, 1), strict=True):
+            torch.testing.assert_close(module.step(actual, *states)[0], y)
 
 
 @pytest.mark.parametrize("change", [{"dilation": 2, "padding": 6}, {"padding_mode": "replicate"}])

@@ -107,8 +107,8 @@ def test_autocast(name: str) -> None:
     assert y.dtype == (torch.float32 if name == "RGLRU" else torch.bfloat16)
     torch.testing.assert_close(y.float(), output(module(x)), rtol=0.1, atol=0.1)
     wanted = [*module.parameters(), x]
-    found = torch.autograd.grad(y.float().square().sum(), wanted)
-    assert [grad.dtype for grad in found] == [each.dtype for each in wanted]
+    actual = torch.autograd.grad(y.float().square().sum(), wanted)
+    assert [grad.dtype for grad in actual] == [item.dtype for item in wanted]
 
 
 @EVERY
@@ -199,10 +199,10 @@ def test_few_rows_and_steps(name: str, shape: tuple[int, int]) -> None:
     module, x = make(name), given(*shape)
     y = output(module(x))
     assert y.shape[:2] == shape
-    found = gradients(module, x)
-    assert [grad.shape for grad in found] == [p.shape for p in (*module.parameters(), x)]
+    result = gradients(module, x)
+    assert [grad.shape for grad in result] == [p.shape for p in (*module.parameters(), x)]
     if 0 in shape:
-        assert not any(grad.any() for grad in found)
+        assert not any(grad.any() for grad in result)
 
 
 @EVERY
@@ -213,9 +213,9 @@ def test_threads(name: str) -> None:
     def work() -> None:
         own = x.detach().clone().requires_grad_()
         for _ in range(3):
-            found = gradients(module, own)
+            actual = gradients(module, own)
             wrong.extend(
-                k for k, (one, two) in enumerate(zip(found, expected, strict=True))
+                k for k, (one, two) in enumerate(zip(actual, expected, strict=True))
                 if not torch.allclose(one, two, rtol=1e-4, atol=1e-5)
             )  # fmt: skip
 
@@ -241,22 +241,22 @@ def test_modules_may_go_before_their_graphs() -> None:
 @EVERY
 def test_checkpoints(name: str) -> None:
     module, x = make(name), given()
-    found = gradients(module, x, lambda x: checkpoint(module, x, use_reentrant=False))
-    torch.testing.assert_close(found, gradients(module, x))
+    result = gradients(module, x, lambda x: checkpoint(module, x, use_reentrant=False))
+    torch.testing.assert_close(result, gradients(module, x))
 
 
 @EVERY
 def test_transforms(name: str) -> None:
     module, x = make(name), given().detach()
-    values = {key: each.detach() for key, each in module.named_parameters()}
+    values = {key: item.detach() for key, item in module.named_parameters()}
 
     def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
         return output(torch.func.functional_call(module, values, (x,))).square().sum()
 
-    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, torch.stack([x, -x]))
+    actual = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, torch.stack([x, -x]))
     for sign, row in ((1, 0), (-1, 1)):
         expected = gradients(module, (sign * x).requires_grad_())[:-1]
-        for grad, other in zip(found.values(), expected, strict=True):
+        for grad, other in zip(actual.values(), expected, strict=True):
             torch.testing.assert_close(grad[row], other, rtol=1e-4, atol=1e-5)
 
 
@@ -268,8 +268,8 @@ def test_gradients_that_are_differentiated(name: str) -> None:
     y, wanted = output(module(x)), [x, *module.parameters()]
     weight = torch.randn_like(y)
     expected = torch.autograd.grad(y, wanted, weight, retain_graph=True)
-    found = torch.autograd.grad(y, wanted, weight, create_graph=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    actual = torch.autograd.grad(y, wanted, weight, create_graph=True)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
     assert torch.autograd.gradgradcheck(
         lambda x: output(module(x)), (x,), (weight,), fast_mode=True, atol=1e-4
     )
@@ -286,9 +286,9 @@ def test_batches_of_gradients(name: str) -> None:
     def backward(vector: Tensor, **how: Any) -> tuple[Tensor, ...]:
         return torch.autograd.grad(y, wanted, vector, retain_graph=True, **how)
 
-    for found in (backward(vectors, is_grads_batched=True), torch.func.vmap(backward)(vectors)):
+    for actual in (backward(vectors, is_grads_batched=True), torch.func.vmap(backward)(vectors)):
         for row, vector in enumerate(vectors):
-            for grad, expected in zip(found, backward(vector), strict=True):
+            for grad, expected in zip(actual, backward(vector), strict=True):
                 torch.testing.assert_close(grad[row], expected, rtol=1e-5, atol=1e-7)
 
 
