@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from layers import MAKERS
+from networks import MODULES, output
 from torch import Tensor
 
 import scan_registry
-from scan_registry import nn
 
 CPU: Any = torch.device("cpu")
 
@@ -50,16 +49,6 @@ OPERATORS: dict[str, Callable[[str], Tensor]] = {
     "rnn": rnn,
 }
 
-MODULES: dict[str, Callable[[], Any]] = {
-    **{name: lambda make=make: make(device=CPU) for name, make in MAKERS.items()},
-    "Mamba": lambda: nn.Mamba(8, device=CPU),
-    "Mamba2": lambda: nn.Mamba2(8, d_state=4, headdim=4, device=CPU),
-    **{
-        name: lambda name=name: getattr(nn, name)(8, 6, batch_first=True, device=CPU)
-        for name in ("LSTM", "GRU", "RNN", "SLSTM")
-    },
-}
-
 
 @pytest.fixture(autouse=True)
 def _another_default_device() -> Any:
@@ -78,10 +67,9 @@ def test_operators(name: str, backend: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str) -> None:
-    module = MODULES[name]()
+    module = MODULES[name](device=CPU)
     x = rand(3, 9, 8)
     out = module(x)
-    out = out[0] if isinstance(out, tuple) else out
-    out.abs().sum().backward()
+    output(out).abs().sum().backward()
     assert x.grad is not None
     assert {p.grad.device for p in module.parameters() if p.grad is not None} == {CPU}

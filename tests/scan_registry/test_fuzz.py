@@ -1,4 +1,4 @@
-"""Five thousand malformed files: archives, cache entries, providers' manifests and attestations.
+"""Two thousand malformed files: archives, cache entries, providers' manifests and attestations.
 
 Whatever a file holds, reading it ends soon, with what is intact or with the documented error that
 names the file; no bytes come out whose digest is not the one that is stated. The examples follow
@@ -41,7 +41,7 @@ from scan_registry.kernels.tuning import Row, Tuning
 Make = Callable[..., tuple[Binary, bytes]]
 Describe = Callable[..., Device]
 
-TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 5_000)
+TOTAL = int(os.environ.get("SCAN_REGISTRY_FUZZ") or 2_000)
 TIME_LIMIT = 5.0  # seconds for an example, which takes about a millisecond
 SM90 = Target.parse("sm90")
 KEY = "ab" + 62 * "0"
@@ -125,17 +125,17 @@ def check_error(error: Exception, path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def held(a_binary: Make) -> list[tuple[Binary, bytes]]:
+def entries(a_binary: Make) -> list[tuple[Binary, bytes]]:
     """What is in the archive before it is damaged."""
     return [a_binary(v, content=bytes([n + 1]) * (50 + n)) for n, v in enumerate(VARIANTS)]
 
 
 @pytest.fixture
-def intact(held: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
+def intact(entries: list[tuple[Binary, bytes]], tmp_path: Path) -> bytes:
     """The archive's content."""
     path = tmp_path / "intact" / f"sm90{SUFFIX}"
     tunings = dict(map(tuned, problems(), (VARIANTS[0], VARIANTS[2])))
-    archive.write(path, SM90, held, {"version": "9.9.9", "commit": "c0ffee"}, tunings)
+    archive.write(path, SM90, entries, {"version": "9.9.9", "commit": "c0ffee"}, tunings)
     return path.read_bytes()
 
 
@@ -239,13 +239,10 @@ def consult(path: Path, device: Device) -> list[bytes]:
 
 @pytest.mark.slow
 def test_damaged_archives(
-    tmp_path: Path,
-    intact: bytes,
-    held: list[tuple[Binary, bytes]],
-    a_device: Describe,
+    tmp_path: Path, intact: bytes, entries: list[tuple[Binary, bytes]], a_device: Describe
 ) -> None:
     device, path = a_device(), tmp_path / f"sm90{SUFFIX}"
-    original = {content for _, content in held}
+    original = {content for _, content in entries}
 
     def example(chance: random.Random) -> None:
         path.write_bytes(damaged(intact, chance))
@@ -271,7 +268,7 @@ def test_archives_that_are_sealed_and_wrong(
 def test_an_undamaged_archive_is_read(
     tmp_path: Path,
     intact: bytes,
-    held: list[tuple[Binary, bytes]],
+    entries: list[tuple[Binary, bytes]],
     archive_parts: Any,
     a_device: Describe,
 ) -> None:
@@ -279,16 +276,16 @@ def test_an_undamaged_archive_is_read(
     path = tmp_path / f"sm90{SUFFIX}"
     path.write_bytes(archive_parts.of(intact).together())
     contents = consult(path, a_device())
-    assert set(contents) == {content for _, content in held}
+    assert set(contents) == {content for _, content in entries}
     assert len(contents) == 8  # each once by itself and once by kernel, and the two winners
 
 
 def test_cache_entries(
-    tmp_path: Path, held: list[tuple[Binary, bytes]], archive_parts: Any
+    tmp_path: Path, entries: list[tuple[Binary, bytes]], archive_parts: Any
 ) -> None:
     """A bad entry counts as missing, and says nothing."""
     folder = tmp_path / "cache"
-    Cache(folder).put(KEY, SM90, held[0])
+    Cache(folder).put(KEY, SM90, entries[0])
     path = folder / KEY[:2] / KEY / f"sm90{SUFFIX}"
     whole = path.read_bytes()
 
@@ -296,10 +293,10 @@ def test_cache_entries(
         seal = chance.random() < 0.5
         content = sealed(archive_parts.of(whole), chance) if seal else damaged(whole, chance)
         path.write_bytes(content)
-        found = Cache(folder).get(KEY, SM90)
-        if found is not None:
-            assert digest(found[1]) == found[0].sha256
-            assert seal or found == held[0]
+        result = Cache(folder).get(KEY, SM90)
+        if result is not None:
+            assert digest(result[1]) == result[0].sha256
+            assert seal or result == entries[0]
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -330,14 +327,14 @@ def test_manifests_of_providers(tmp_path: Path) -> None:
         )
         path.write_bytes(content)
         try:
-            found = providers.read("acme", "1.0", tmp_path)
+            result = providers.read("acme", "1.0", tmp_path)
         except ProviderError as error:
             check_error(error, path)
             return
         for version in ("0.1.0", "0.2.0.dev1"):
-            assert found.mismatch(version) is None or "acme 1.0" in str(found.mismatch(version))
-        assert found.archives == ()
-        for subject, reason in Catalogue((), (found,)).denied.items():
+            assert result.mismatch(version) is None or "acme 1.0" in str(result.mismatch(version))
+        assert result.archives == ()
+        for subject, reason in Catalogue((), (result,)).denied.items():
             assert isinstance(subject, str)
             assert reason.startswith("denied: ")
             f"{subject}: {reason}".encode()
@@ -345,7 +342,7 @@ def test_manifests_of_providers(tmp_path: Path) -> None:
     run("provider", 0.1, example)
 
 
-def test_attestations(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
+def test_attestations(tmp_path: Path, entries: list[tuple[Binary, bytes]]) -> None:
     path = tmp_path / "linear_scan" / "attestations" / "gpu.json"
     path.parent.mkdir(parents=True)
     records = [
@@ -357,7 +354,7 @@ def test_attestations(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
             "tolerance": 1e-6,
             "cases": 38,
         }
-        for binary, _ in [held[0], *held]  # one twice: the worse counts
+        for binary, _ in [entries[0], *entries]  # one twice: the worse counts
     ]
     good = {"gpu": "Imaginary", "date": "2026-01-31", "binaries": records}
 
@@ -365,11 +362,11 @@ def test_attestations(tmp_path: Path, held: list[tuple[Binary, bytes]]) -> None:
         path.write_bytes(malformed(good, chance))
         for read in (lambda: read_attestations(path), lambda: worst_attestations(tmp_path)):
             try:
-                found = read()
+                result = read()
             except ValueError as error:
                 check_error(error, path)
                 continue
-            for attestation in found.values() if isinstance(found, dict) else found:
+            for attestation in result.values() if isinstance(result, dict) else result:
                 assert attestation.passed in (True, False)
                 assert isinstance(attestation.sha256, str)
                 f"{attestation.gpu} {attestation.date} {attestation.cases}".encode()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,39 +42,39 @@ def fresh(script: str, cwd: Path, **environment: str) -> Any:
 # --- Importing --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "forbidden"),
-    [
-        ("scan_registry", HEAVY),
-        ("scan_registry.catalog.inventory", HEAVY),
-        ("scan_registry.dispatch.select", HEAVY),
-        ("scan_registry.runtime.loader", HEAVY),
-        ("scan_registry.diagnostics.explanation", HEAVY),
-        ("scan_registry.kernels.model", HEAVY),
-        ("scan_registry.kernels.linear_scan.spec", HEAVY),
-        ("scan_registry.kernels.linear_scan.op.layout", HEAVY),
-        ("scan_registry.aot.compile", HEAVY),
-        ("scan_registry.cli", ("torch", "triton", "cuda", "numpy")),
-    ],
+#: Modules that import nothing heavy, in the order in which one process imports them.
+LIGHT = (
+    "scan_registry",
+    "scan_registry.kernels.model",
+    "scan_registry.catalog.inventory",
+    "scan_registry.dispatch.select",
+    "scan_registry.kernels.linear_scan.op.layout",
+    "scan_registry.aot.compile",
+    "scan_registry.runtime.loader",
+    "scan_registry.diagnostics.explanation",
 )
-def test_what_an_import_brings(module: str, forbidden: tuple[str, ...], tmp_path: Path) -> None:
+
+
+def test_what_imports_bring(tmp_path: Path) -> None:
+    """Nor do the specs of all families; the command line alone brings what prints tables."""
     script = f"""
-import json, sys
-import {module}
-print(json.dumps(sorted(name.split(".")[0] for name in sys.modules)))
-"""
-    assert not set(forbidden) & set(fresh(script, tmp_path))
-
-
-def test_the_specs_of_all_families_need_no_compiler(tmp_path: Path) -> None:
-    script = """
-import json, sys
+import importlib, json, sys
+brought = {{}}
+def note(step):
+    brought[step] = sorted(set({HEAVY!r}) & {{name.split(".")[0] for name in sys.modules}})
+for module in {LIGHT!r}:
+    importlib.import_module(module)
+    note(module)
 from scan_registry.kernels import families
-variants = [str(v) for family in families().values() for v in family.variants()]
-assert variants
-print(json.dumps(sorted(name.split(".")[0] for name in sys.modules)))
+assert [str(v) for family in families().values() for v in family.variants()]
+note("specs")
+import scan_registry.cli
+note("cli")
+print(json.dumps(brought))
 """
-    assert not set(HEAVY) & set(fresh(script, tmp_path))
+    brought = fresh(script, tmp_path)
+    assert set(brought.pop("cli")) <= {"rich"}
+    assert not any(brought.values()), brought
 
 
 def test_the_operator_leaves_no_trace_and_opens_no_driver(tmp_path: Path) -> None:
@@ -106,9 +105,10 @@ print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps", encod
 
 
 def test_first_calls_import_nothing(tmp_path: Path) -> None:
-    """Not what torch imports at times, either: the whole of sympy."""
+    """Not what torch imports at times, either: the whole of sympy. Nor does any public name bring the compiler of torch,
+    whose import takes longer than torch's own."""
     script = """
-import json, sys
+import importlib, json, pkgutil, sys
 import torch
 from scan_registry import linear_scan, nn
 before = set(sys.modules)
@@ -117,27 +117,20 @@ for given in (gates, gates[:1], gates[0, :, :1]):
     linear_scan(given, tokens.detach())
     linear_scan(given, tokens, state, return_final_state=True)[0].sum().backward()
 nn.LSTM(3, 3)(gates.mT)[0].sum().backward()
-print(json.dumps(sorted(set(sys.modules) - before)))
-"""
-    brought = fresh(script, tmp_path)
-    assert [name for name in brought if not name.startswith("torch.")] == []
-
-
-def test_no_public_name_brings_the_compiler_of_torch(tmp_path: Path) -> None:
-    """Its import takes longer than torch's own. Who compiles nothing must not wait for it."""
-    script = """
-import importlib, json, pkgutil, sys
-import torch
+brought = sorted(set(sys.modules) - before)
 import scan_registry
-from scan_registry import compat, distributed, nn
+from scan_registry import compat, distributed
 for package in (scan_registry, nn, distributed):
     for name in package.__all__:
         getattr(package, name)
-for found in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
-    importlib.import_module(found.name)
-print(json.dumps([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]))
+for module in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
+    importlib.import_module(module.name)
+compilers = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
+print(json.dumps([brought, compilers]))
 """
-    assert fresh(script, tmp_path) == []
+    brought, compilers = fresh(script, tmp_path)
+    assert [name for name in brought if not name.startswith("torch.")] == []
+    assert compilers == []
 
 
 def test_an_import_does_little() -> None:
@@ -167,31 +160,13 @@ found = [scan_registry.nn.LSTM, compat.accelerated_scan.warp.scan, compat.accele
          scan_registry.distributed.scan_summary]
 print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
 """
-    loaded, listed, here, found = fresh(script, tmp_path)
+    loaded, listed, here, result = fresh(script, tmp_path)
     assert loaded == ["scan_registry.base", "scan_registry.base.lazy"]
     assert all(listed)
     assert {"accelerated_scan", "flashrnn", "sequential_scan", "complex", "ref", "warp"} <= set(
         here
     )
-    assert found == ["LSTM", "scan", "scan", "scan_cu", "flashrnn", "rnn", "scan_summary"]
-
-
-def test_what_the_readme_names_is_there_after_one_import(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"\bscan_registry(?:\.[a-z_]+)+\b(?![/\w])", readme))
-    named -= {"scan_registry.aot", "scan_registry.archives"}  # the build's, and entry points
-    assert {"scan_registry.compat", "scan_registry.nn"} <= named
-    script = f"""
-import functools, json, scan_registry
-missing = []
-for name in {sorted(named)!r}:
-    try:
-        functools.reduce(getattr, name.split(".")[1:], scan_registry)
-    except AttributeError:
-        missing.append(name)
-print(json.dumps(missing))
-"""
-    assert fresh(script, tmp_path) == []
+    assert result == ["LSTM", "scan", "scan", "scan_cu", "flashrnn", "rnn", "scan_summary"]
 
 
 #: What is done in between, and what makes the package load ``nn`` before, where it has to be there.
@@ -228,7 +203,7 @@ for again, loaded in {AGAIN!r}.items():
         before = scan_registry.nn.__name__
         exec(again)
         tokens = torch.ones(1, 2, 3)
-        sums = [float(each.linear_scan(tokens, tokens).sum()) for each in (first, scan_registry)]
+        sums = [float(torch.vmap(each.linear_scan)(tokens, tokens).sum()) for each in (first, scan_registry)]
         found = [before, sums, first.compat.__name__, scan_registry.compat.__name__]
     except Exception as error:
         found = [repr(error)]
@@ -270,14 +245,14 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(path: Path) -> set[str]:
-    found = set()
+    result = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports are not used here"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            result |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return result
 
 
 MODULES = dict(modules())
@@ -289,8 +264,7 @@ def test_all_modules_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "module",
-    [name for name in MODULES if name.startswith("kernels") and ".op" not in name],
+    "module", [name for name in MODULES if name.startswith("kernels") and ".op" not in name]
 )
 def test_kernels_are_described_by_the_standard_library(module: str) -> None:
     used = {name.partition(".")[0] for name in imports(MODULES[module])}
@@ -313,11 +287,11 @@ OF_NUMPY = {
 def test_no_module_needs_numpy(name: str) -> None:
     def used(path: Path) -> set[str]:
         if name == "import":
-            return {each for each in imports(path) if each.partition(".")[0] == "numpy"}
+            return {item for item in imports(path) if item.partition(".")[0] == "numpy"}
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        return {each.attr for each in nodes if isinstance(each, ast.Attribute)} & OF_NUMPY
+        return {node.attr for node in nodes if isinstance(node, ast.Attribute)} & OF_NUMPY
 
-    assert {module: found for module, path in MODULES.items() if (found := used(path))} == {}
+    assert {module: result for module, path in MODULES.items() if (result := used(path))} == {}
 
 
 def test_no_module_is_long() -> None:

@@ -63,8 +63,8 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 def leaves(name: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    made = [rand(*shape, seed=n, dtype=dtype) for n, shape in enumerate(CALLS[name][1])]
-    return [tensor.requires_grad_() for tensor in made]
+    created = [rand(*shape, seed=n, dtype=dtype) for n, shape in enumerate(CALLS[name][1])]
+    return [tensor.requires_grad_() for tensor in created]
 
 
 def test_a_scan_is_its_recurrence() -> None:
@@ -117,11 +117,11 @@ def test_values_and_gradients_are_the_references(
 @every_call
 def test_gradients_exist_and_can_be_differentiated(name: str) -> None:
     call, _ = CALLS[name]
-    given = leaves(name)
-    outputs = call(*given)
-    found = torch.autograd.grad(outputs.square().sum(), given, create_graph=True)
-    assert all(bool(gradient.isfinite().all() and gradient.abs().max() > 0) for gradient in found)
-    second = torch.autograd.grad(sum(g.square().sum() for g in found), given)
+    inputs = leaves(name)
+    outputs = call(*inputs)
+    result = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+    assert all(bool(gradient.isfinite().all() and gradient.abs().max() > 0) for gradient in result)
+    second = torch.autograd.grad(sum(g.square().sum() for g in result), inputs)
     assert all(bool(gradient.isfinite().all()) for gradient in second)
 
 
@@ -132,12 +132,12 @@ def test_compilation(name: str, dynamic: bool) -> None:
     call, _ = CALLS[name]
     torch._dynamo.reset()
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    plain, given = leaves(name), leaves(name)
-    expected, found = call(*plain), compiled(*given)
-    torch.testing.assert_close(found, expected)
+    plain, inputs = leaves(name), leaves(name)
+    expected, actual = call(*plain), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
     expected.sum().backward()
-    found.sum().backward()
-    for one, other in zip(given, plain, strict=True):
+    actual.sum().backward()
+    for one, other in zip(inputs, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
@@ -147,21 +147,21 @@ def test_export(name: str) -> None:
         def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
             return CALLS[name][0](*tensors)
 
-    given = tuple(tensor.detach() for tensor in leaves(name))
-    exported = torch.export.export(Module(), given)
-    torch.testing.assert_close(exported.module()(*given), CALLS[name][0](*given))
+    inputs = tuple(tensor.detach() for tensor in leaves(name))
+    exported = torch.export.export(Module(), inputs)
+    torch.testing.assert_close(exported.module()(*inputs), CALLS[name][0](*inputs))
 
 
 @every_call
 def test_transforms(name: str) -> None:
     """vmap over all tensors, and forward mode."""
     call, _ = CALLS[name]
-    given = [tensor.detach() for tensor in leaves(name)]
-    mapped = torch.func.vmap(call)(*(torch.stack([tensor, 0.9 * tensor]) for tensor in given))
-    torch.testing.assert_close(mapped[1], call(*(0.9 * tensor for tensor in given)))
-    tangents = tuple(torch.ones_like(tensor) for tensor in given)
-    values, tangent = torch.func.jvp(call, tuple(given), tangents)
-    torch.testing.assert_close(values, call(*given))
+    inputs = [tensor.detach() for tensor in leaves(name)]
+    mapped = torch.func.vmap(call)(*(torch.stack([tensor, 0.9 * tensor]) for tensor in inputs))
+    torch.testing.assert_close(mapped[1], call(*(0.9 * tensor for tensor in inputs)))
+    tangents = tuple(torch.ones_like(tensor) for tensor in inputs)
+    values, tangent = torch.func.jvp(call, tuple(inputs), tangents)
+    torch.testing.assert_close(values, call(*inputs))
     assert bool(tangent.isfinite().all())
 
 

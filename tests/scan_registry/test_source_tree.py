@@ -53,11 +53,11 @@ def installed(tmp_path: Path) -> Path:
     """A folder that has the package as a wheel installs it, by links."""
     package = tmp_path / "site" / "scan_registry"
     package.mkdir(parents=True)
-    for each in (scan_registry, scan_registry.kernels, scan_registry.aot):
-        folder = Path(str(each.__file__)).parent
-        entries = folder.iterdir() if each is scan_registry else [folder]
+    for item in (scan_registry, scan_registry.kernels, scan_registry.aot):
+        folder = Path(str(item.__file__)).parent
+        entries = folder.iterdir() if item is scan_registry else [folder]
         for entry in entries:
-            name = each.__name__.rpartition(".")[2] if entry == folder else entry.name
+            name = item.__name__.rpartition(".")[2] if entry == folder else entry.name
             if not (package / name).exists():
                 (package / name).symlink_to(entry)
     (package / "__init__.py").unlink()  # Links to one file are one file.

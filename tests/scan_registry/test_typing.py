@@ -111,7 +111,7 @@ def mistaken_lines() -> list[int]:
 
 def output_of(folder: Path, *command: str | Path) -> str:
     """A checker's standard output; it exits with 1 where it finds something, and with more where it cannot run."""
-    made = subprocess.run(
+    created = subprocess.run(
         [sys.executable, "-m", *map(str, command)],
         cwd=folder,
         check=False,
@@ -119,20 +119,20 @@ def output_of(folder: Path, *command: str | Path) -> str:
         text=True,
         encoding="utf-8",
     )
-    assert made.returncode in (0, 1), made.stderr
-    return made.stdout
+    assert created.returncode in (0, 1), created.stderr
+    return created.stdout
 
 
 @pytest.mark.slow
 def test_mypy_finds_the_mistakes_alone(folder: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
-    found = output_of(
+    result = output_of(
         folder, "mypy", "--strict", "--cache-dir", folder / "cache", "program.py", "mistakes.py"
     )
-    errors = re.findall(r"^(\w+\.py):(\d+): error", found, re.MULTILINE)
+    errors = re.findall(r"^(\w+\.py):(\d+): error", result, re.MULTILINE)
     assert sorted({*errors}, key=str) == sorted(
         [("mistakes.py", str(line)) for line in mistaken_lines()], key=str
-    ), found
+    ), result
 
 
 @pytest.mark.slow
@@ -145,12 +145,12 @@ def test_pyright_finds_the_mistakes_alone(folder: Path) -> None:
         pytest.skip(f"pyright does not start here, perhaps for want of Node.js: {error}")
     options = {"typeCheckingMode": "strict", "include": ["program.py", "mistakes.py"]}
     (folder / "pyrightconfig.json").write_text(json.dumps(options), encoding="utf-8")
-    found = output_of(
+    result = output_of(
         folder, "pyright", "--outputjson", "--pythonpath", sys.executable, "--project", folder
     )
     errors = {
-        (Path(each["file"]).name, each["range"]["start"]["line"] + 1)
-        for each in json.loads(found)["generalDiagnostics"]
-        if each["severity"] == "error"
+        (Path(generaldiagnostic["file"]).name, generaldiagnostic["range"]["start"]["line"] + 1)
+        for generaldiagnostic in json.loads(result)["generalDiagnostics"]
+        if generaldiagnostic["severity"] == "error"
     }
-    assert errors == {("mistakes.py", line) for line in mistaken_lines()}, found
+    assert errors == {("mistakes.py", line) for line in mistaken_lines()}, result

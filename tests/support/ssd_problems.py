@@ -87,9 +87,7 @@ def gradients_of(function: Any, problem: dict[str, Any]) -> tuple[list[Tensor], 
     results = function(**leaves)
     generator = torch.Generator().manual_seed(1)
     # Numbers that every dtype holds.
-    incoming = [
-        torch.randn(t.shape, generator=generator).bfloat16().half().to(t.dtype) for t in results
-    ]
+    incoming = [torch.randn(t.shape, generator=generator).bfloat16().half().to(t) for t in results]
     tensors = [leaves[name] for name in NAMES if name in leaves]
     grads = torch.autograd.grad(results, tensors, incoming, materialize_grads=True)
     return [t.detach() for t in results], list(grads)

@@ -10,7 +10,7 @@ from printing import FOLDER, PAGES, alike, archives, compiled, pages
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> dict[str, str]:
+def texts(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any]) -> dict[str, str]:
     """The text of each page."""
     folder = tmp_path_factory.mktemp("machine")
     archives(folder / "imaginary", a_binary)
@@ -21,9 +21,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, a_binary: Callable[..., Any])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_pages_show_what_commands_print(
-    made: dict[str, str], name: str, request: pytest.FixtureRequest
+    texts: dict[str, str], name: str, request: pytest.FixtureRequest
 ) -> None:
-    path, text = FOLDER / f"{name}.txt", made[name]
+    path, text = FOLDER / f"{name}.txt", texts[name]
     assert "Traceback" not in text
     if request.config.getoption("--write-pages"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from importlib.resources import files
@@ -18,9 +16,10 @@ import jsonschema
 import pytest
 
 from scan_registry.aot.compile import compile_variant, recipe
+from scan_registry.artifact.archive import Archive
 from scan_registry.cache import store as caches
-from scan_registry.catalog.inventory import catalogue
-from scan_registry.cli import main, parser
+from scan_registry.catalog.inventory import Catalogue, catalogue
+from scan_registry.cli import inspect, main, parser
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops.operator import operators
@@ -72,9 +71,6 @@ def objects(schema: Any, where: str = "") -> Iterator[tuple[str, Schema]]:
             yield from objects(value, f"{where}/{number}")
 
 
-# --- The schemas ------------------------------------------------------------------------------
-
-
 def test_every_command_that_prints_json_has_a_schema() -> None:
     assert {("inspect",), ("selftest",), ("verify",), ("cache", "list")} <= set(COMMANDS)
     assert {"-".join(words) for words in COMMANDS} <= set(SCHEMAS)
@@ -104,9 +100,6 @@ def test_a_schema_leaves_nothing_open(name: str) -> None:
             assert described, f"{where}/{key} has no description"
 
 
-# --- What is printed --------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What commands print, with something in the cache."""
@@ -128,63 +121,36 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         yield documents(document, folder)
 
 
+CASES = {
+    "rnn": "lstm:1,16:float32",
+    "causal_conv1d": "time_last:1,4,9:float32",
+    "selective_state_update": "heads:2,3,4,8:float32",
+    "selective_scan": "time_last:1,4,9,3:float32",
+    "distributed": "channel_last:1,4,9:float32",
+    "gated_scan": "hgrn:time_last:1,4,9:float32",
+}
+#: The words of each call, in the order in which they are printed.
+CALLS = {
+    "inspect": "inspect",
+    "selftest": "selftest --device cpu --dtype float64",
+    "bench": "bench --device cpu --bs 1 --d_model 8 --seqlens 16",
+    **{f"bench-{name}": f"bench {name} --device cpu --case {case}" for name, case in CASES.items()},
+    "verify": "verify",
+    "cache-list": "cache list",
+    "cache-export": "cache export {folder}/package --wheel",
+    "cache-clear": "cache clear",
+}
+CALLS["bench-rnn"] += " --bs 1 --seqlens 3"
+
+
 def documents(document: Callable[..., Any], folder: Path) -> dict[str, Any]:
     archs = [archive.arch.label for archive in catalogue().archives]
-    few = ("--arch", "sm86") if "sm86" in archs else ()
-    return {
-        "inspect": document("inspect"),
-        "selftest": document("selftest", "--device", "cpu", "--dtype", "float64"),
-        "bench": document(
-            *("bench", "--device", "cpu", "--bs", "1", "--d_model", "8", "--seqlens", "16")
-        ),
-        "bench-rnn": document(
-            *("bench", "rnn", "--device", "cpu", "--bs", "1", "--seqlens", "3"),
-            *("--case", "lstm:1,16:float32"),
-        ),
-        "bench-causal_conv1d": document(
-            *("bench", "causal_conv1d", "--device", "cpu", "--case", "time_last:1,4,9:float32")
-        ),
-        "bench-selective_state_update": document(
-            *("bench", "selective_state_update", "--device", "cpu"),
-            *("--case", "heads:2,3,4,8:float32"),
-        ),
-        "bench-selective_scan": document(
-            *("bench", "selective_scan", "--device", "cpu"),
-            *("--case", "time_last:1,4,9,3:float32"),
-        ),
-        "bench-distributed": document(
-            *("bench", "distributed", "--device", "cpu"),
-            *("--case", "channel_last:1,4,9:float32"),
-        ),
-        "bench-gated_scan": document(
-            *("bench", "gated_scan", "--device", "cpu"),
-            *("--case", "hgrn:time_last:1,4,9:float32"),
-        ),
-        "verify": document("verify", *few),
-        "cache-list": document("cache", "list"),
-        "cache-export": document("cache", "export", str(folder / "package"), "--wheel"),
-        "cache-clear": document("cache", "clear"),
-    }
+    few = {"verify": "verify --arch sm86"} if "sm86" in archs else {}
+    calls = {**CALLS, **few}
+    return {name: document(*call.format(folder=folder).split()) for name, call in calls.items()}
 
 
-NAMES = [
-    "inspect",
-    "selftest",
-    "bench",
-    "bench-rnn",
-    "bench-causal_conv1d",
-    "bench-selective_state_update",
-    "bench-selective_scan",
-    "bench-distributed",
-    "bench-gated_scan",
-    "verify",
-    "cache-list",
-    "cache-export",
-    "cache-clear",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_what_is_printed_keeps_to_its_schema(printed: dict[str, Any], name: str) -> None:
     jsonschema.Draft202012Validator(SCHEMAS[name]).validate(printed[name])
     if name == "cache-list":
@@ -193,7 +159,7 @@ def test_what_is_printed_keeps_to_its_schema(printed: dict[str, Any], name: str)
         assert printed[name]["left_out"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_key_more_or_less_is_noticed(printed: dict[str, Any], name: str) -> None:
     """At every depth: a schema that anything keeps to describes nothing."""
     validator = jsonschema.Draft202012Validator(SCHEMAS[name])
@@ -232,28 +198,14 @@ def shortened(value: Any) -> Any:
     return value
 
 
-def test_a_damaged_archive_keeps_to_the_schema(tmp_path: Path) -> None:
+def test_a_damaged_archive_keeps_to_the_schema(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``inspect`` then has null for what only the manifest tells."""
-    script = f"""
-import sys
-from pathlib import Path
-from scan_registry.artifact.archive import Archive
-from scan_registry.cli import inspect, main
-from scan_registry.catalog.inventory import Catalogue
-archives = tuple(Archive(Path({str(tmp_path)!r}) / f"{{label}}.scanreg") for label in ("sm90", "sm75"))
-inspect.catalogue = lambda: Catalogue(archives)
-sys.exit(main(["inspect", "--json"]))
-"""
+    archives = tuple(Archive(tmp_path / f"{label}.scanreg") for label in ("sm90", "sm75"))
+    monkeypatch.setattr(inspect, "catalogue", lambda: Catalogue(archives))
     (tmp_path / "sm90.scanreg").write_bytes(b"garbage")
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
-    assert result.returncode == 2
-    document = json.loads(result.stdout)
+    assert main(["inspect", "--json"]) == 2
+    document = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(SCHEMAS["inspect"]).validate(document)
     assert [archive["size"] for archive in document["archives"]] == [7, None]

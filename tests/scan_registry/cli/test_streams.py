@@ -87,8 +87,8 @@ def run(what: str, folder: Path, **environment: str) -> str:
     )
     latin = environment.get("PYTHONIOENCODING") == "latin-1"
     # In a plain locale, what was given comes back byte for byte.
-    given = done.stdout.replace("…".encode(), b"")
-    text = given.decode("latin-1" if latin else "ascii")
+    inputs = done.stdout.replace("…".encode(), b"")
+    text = inputs.decode("latin-1" if latin else "ascii")
     assert done.returncode == 0, text
     return text
 
@@ -193,12 +193,6 @@ def test_what_a_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written.getvalue() == b"a  b\n"
 
 
-def test_a_stream_that_is_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    make_plain()
-
-
 def test_every_character_of_the_packages_texts_has_a_plain_form() -> None:
     """Of all that it may print; docstrings are no such texts."""
     for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "cli" / "streams.py"}:
@@ -213,9 +207,9 @@ def test_every_character_of_the_packages_texts_has_a_plain_form() -> None:
                 and isinstance(node.value, str)
                 and id(node) not in said
             ):
-                odd = [each for each in node.value if ord(each) > 127 and plain(each)[0] == "\\"]
+                odd = [item for item in node.value if ord(item) > 127 and plain(item)[0] == "\\"]
                 assert not odd, f"{path}:{node.lineno}: {odd}"
 
 
 def test_tables_are_plain_where_lines_are_not_to_be_had() -> None:
-    assert [plain(each) for each in "─│┼┏╸…"] == ["-", "|", "+", "+", "-", "..."]
+    assert [plain(item) for item in "─│┼┏╸…"] == ["-", "|", "+", "+", "-", "..."]

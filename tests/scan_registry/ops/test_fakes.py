@@ -14,11 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from scan_registry import kernels
 from scan_registry.kernels.gated_scan.kinds import KINDS
@@ -29,8 +25,8 @@ from scan_registry.ops.registration import NAMESPACE
 for module in sorted({*kernels.public().values()}):
     importlib.import_module(module)
 OPERATORS = getattr(torch.ops, NAMESPACE)
-DRAWS = 48
-EVERY_DYNAMIC = 16  # of so many draws one has symbols for sizes, which take long
+DRAWS = 24  # each layout in each dtype
+EVERY_DYNAMIC = 12  # of so many draws one has symbols for sizes, which take long
 B, D, N, W, SEQUENCES = 2, 6, 4, 3, 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -75,8 +71,8 @@ class Draw:
         return self.random.random() < 0.5
 
     def flags(self, count: int) -> list[bool]:
-        found = [self.random.random() < 0.7 for _ in range(count)]
-        return found if any(found) else [True] * count
+        result = [self.random.random() < 0.7 for _ in range(count)]
+        return result if any(result) else [True] * count
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None, apart: bool = False) -> Tensor:
         """``apart``: no two elements share memory."""
@@ -170,9 +166,9 @@ def rnn(draw: Draw) -> Calls:
     initial, reset = draw.perhaps(count, draw.batch, *unit), draw.reset() if draw.flag() else None
     anew = None if reset is None else draw.perhaps(count, draw.batch, *unit)
     options = function, draw.backend, math.inf, math.inf, False
-    given = inputs, recurrent, bias, initial, reset, anew, *options
-    yield "rnn", (*given, draw.flag())
-    states, last, cache = called("rnn", *given, True)
+    arguments = inputs, recurrent, bias, initial, reset, anew, *options
+    yield "rnn", (*arguments, draw.flag())
+    states, last, cache = called("rnn", *arguments, True)
     grads = draw.like(states), draw.like(last) if draw.flag() else None
     yield "rnn_backward", (recurrent, states, initial, reset, anew, cache, *grads, *options)
 
@@ -311,15 +307,15 @@ def promised(name: str, args: Any, dynamic: bool) -> list[tuple[Any, ...]]:
             symbols = StatelessSymbolicContext([DimDynamic.DYNAMIC] * tensor.dim())
         return mode.from_tensor(tensor, symbolic_context=symbols)
 
-    given = torch.utils._pytree.tree_map_only(Tensor, fake, args)
+    inputs = torch.utils._pytree.tree_map_only(Tensor, fake, args)
     with mode:
-        return [described(each) for each in flat(called(name, *given))]
+        return [described(item) for item in flat(called(name, *inputs))]
 
 
 def check(name: str, args: Any, dynamic: bool) -> None:
     expected = promised(name, args, dynamic)
     returned = flat(called(name, *args))
-    assert [described(each) for each in returned] == expected, f"{name}: {given(args)}"
+    assert [described(item) for item in returned] == expected, f"{name}: {given(args)}"
     tensors = [
         x for x in torch.utils._pytree.tree_leaves((args, returned)) if isinstance(x, Tensor)
     ]

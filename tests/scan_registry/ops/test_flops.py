@@ -53,24 +53,6 @@ def test_scans(gates: tuple[int, ...], dtype: torch.dtype, forward: int, backwar
     assert counted(lambda: states.backward(grad))[0] == {OPERATORS.linear_scan_backward: backward}
 
 
-@pytest.mark.parametrize(("dtype", "forward"), [(torch.float32, 3), (torch.complex64, 14)])
-def test_summaries(dtype: torch.dtype, forward: int) -> None:
-    """A product beside those of the scan. The derivatives are scans."""
-    a, x = (torch.rand(2, 3, 8, dtype=dtype, requires_grad=True) for _ in range(2))
-    counts, (final_gate, _) = counted(lambda: linear_scan_summary(a, x))
-    assert counts == {OPERATORS.linear_scan_summary: 48 * forward}
-    grad = torch.ones_like(final_gate)
-    counts, _ = counted(lambda: final_gate.backward(grad))
-    assert counts.keys() == {OPERATORS.linear_scan, OPERATORS.linear_scan_backward}
-
-
-def test_scans_whose_gates_need_no_gradient() -> None:
-    a, x = torch.rand(2, 3, 8), torch.rand(2, 3, 8, requires_grad=True)
-    states = linear_scan(a, x, reverse=True)
-    counts, _ = counted(lambda: states.sum().backward())
-    assert counts == {OPERATORS.linear_scan_backward: 48 * 2}
-
-
 @pytest.mark.parametrize("reset", [None, torch.ones(2, 8, dtype=torch.bool)], ids=["", "reset"])
 def test_gated_scans(reset: Any) -> None:
     """As scans whose gates want a gradient. What computes gates and tokens does not count."""
@@ -96,55 +78,48 @@ def test_selective_scans(gated: bool) -> None:
     assert counts == {OPERATORS.selective_scan_backward: 40 * 3 * (9 + 2 * (5 if gated else 4))}
 
 
+def test_summaries_and_steps() -> None:
+    """A summary has a product beside those of the scan, a step what a scan of one step has."""
+    a, x = torch.rand(2, 2, 3, 8)
+    counts, _ = counted(lambda: linear_scan_summary(a, x))
+    assert counts == {OPERATORS.linear_scan_summary: 48 * 3}
+    state, x, A = torch.zeros(2, 3, 4), torch.randn(2, 3), -torch.rand(3, 4)
+    B, D = torch.randn(2, 4), torch.ones(3)
+    counts, _ = counted(lambda: selective_state_update(state, x, x, A, B, B, D, x))
+    assert counts == {OPERATORS.selective_state_update: 6 * (4 * 6 + 4)}
+
+
 @pytest.mark.parametrize("initial", [False, True])
 @pytest.mark.parametrize(
-    ("function", "given", "gates", "count"),
+    ("function", "inputs", "gates", "count"),
     [("lstm", 4, 4, 2), ("gru", 3, 3, 1), ("elman", 1, 1, 1), ("slstm", 4, 4, 4)],
 )
-def test_networks(function: Any, given: int, gates: int, count: int, initial: bool) -> None:
+def test_networks(function: Any, inputs: int, gates: int, count: int, initial: bool) -> None:
     batch, time, heads, dim = 2, 5, 3, 4
-    wx = torch.randn(batch, time, given, heads, dim, requires_grad=True)
+    wx = torch.randn(batch, time, inputs, heads, dim, requires_grad=True)
     r = torch.randn(gates, heads, dim, dim)
     states = torch.zeros(count, batch, 1, heads, dim) if initial else None
-    counts, made = counted(lambda: rnn(wx, r, None, states, function=function))
+    counts, created = counted(lambda: rnn(wx, r, None, states, function=function))
     step = 2 * batch * gates * heads * dim * dim
     assert counts == {OPERATORS.rnn: time * step}
-    counts, _ = counted(lambda: made[0].sum().backward())
+    counts, _ = counted(lambda: created[0].sum().backward())
     # No gradient has to pass R at the first step, unless there is a state before it.
     assert counts == {OPERATORS.rnn_backward: (time if initial else time - 1) * step}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2}, {"bidirectional": True}], ids=str)
-@pytest.mark.parametrize("kind", ["GRU", "RNN"])  # torch does not count its LSTM on the CPU
+@pytest.mark.parametrize(
+    ("kind", "options"),  # torch does not count its LSTM on the CPU
+    [("GRU", {"num_layers": 2}), ("RNN", {"bidirectional": True})],
+)
 def test_modules_count_as_torchs_do(kind: str, options: dict[str, Any]) -> None:
-    found = []
+    results = []
     for home in (torch.nn, nn):
         module, x = getattr(home, kind)(5, 6, **options), torch.randn(7, 3, 5)
         forward, result = counted(lambda module=module, x=x: module(x)[0])
         backward, _ = counted(lambda result=result: result.sum().backward())
-        found.append((sum(forward.values()), sum(backward.values())))
-    assert found[0] == found[1]
-    assert all(found[1])
-
-
-def test_lstm_by_hand() -> None:
-    module, x = nn.LSTM(5, 6), torch.randn(7, 3, 5)
-    counts, _ = counted(lambda: module(x))
-    assert sum(counts.values()) == 2 * 7 * 3 * 24 * (5 + 6)
-
-
-@pytest.mark.parametrize(("with_D", "with_z"), [(False, False), (True, True)])
-def test_steps_of_a_selective_scan_count_as_a_scan_of_one_step(with_D: bool, with_z: bool) -> None:
-    state, x, B = torch.zeros(2, 3, 4), torch.randn(2, 3), torch.randn(2, 4)
-    A, D, z = -torch.rand(3, 4), torch.ones(3) if with_D else None, x if with_z else None
-    counts, _ = counted(lambda: selective_state_update(state, x, x, A, B, B, D, z))
-    expected = 6 * (4 * 6 + 1 + 2 * with_D + with_z)
-    assert counts == {OPERATORS.selective_state_update: expected}
-    long, wide = x.unsqueeze(-1), B.unsqueeze(-1)
-    scan, _ = counted(
-        lambda: selective_scan(long, long, A, wide, wide, D, long if with_z else None)
-    )
-    assert scan == {OPERATORS.selective_scan: expected}
+        results.append((sum(forward.values()), sum(backward.values())))
+    assert results[0] == results[1]
+    assert all(results[1])
 
 
 def test_convolutions() -> None:
@@ -228,10 +203,10 @@ for program in as_its_user, operator_last, operator_first, operator_first_and_ru
 def test_it_does_not_matter_what_is_imported_first() -> None:
     """The operator is imported after the counter was made, or before it was imported; and nothing else imports it."""
     command = [sys.executable, "-c", _PROGRAMS]
-    made = subprocess.run(
+    created = subprocess.run(
         command, check=True, text=True, encoding="utf-8", stdout=subprocess.PIPE, cwd="/"
     )
-    assert made.stdout.split() == ["False", "48", "48", "48"]
+    assert created.stdout.split() == ["False", "48", "48", "48"]
 
 
 def test_backward_passes_that_are_compiled_count() -> None:

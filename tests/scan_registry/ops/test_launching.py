@@ -76,8 +76,8 @@ def test_plans_depend_on_options_on_what_is_required_and_on_who_plans() -> None:
 def test_past_the_bound_all_plans_go() -> None:
     planner = Planner()
     for _ in range(2):
-        found = [planner(FIRST, options=(each,)) for each in range(MOST_PLANS)]
-        assert found == [*range(MOST_PLANS)]
+        result = [planner(FIRST, options=(item,)) for item in range(MOST_PLANS)]
+        assert result == [*range(MOST_PLANS)]
     assert [planner(MEMORY), planner(FIRST, options=(0,))] == [MOST_PLANS, MOST_PLANS + 1]
     assert planner(MEMORY) == MOST_PLANS
 

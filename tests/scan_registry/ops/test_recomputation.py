@@ -46,19 +46,19 @@ def test_one_argument_may_be_computed_from_another(create_graph: bool) -> None:
 
 def test_the_same_argument_twice() -> None:
     x = given()
-    (found,) = torch.autograd.grad(Product.apply(x, x), x, WEIGHT, create_graph=True)
-    torch.testing.assert_close(found, 3 * WEIGHT * x * x)
+    (result,) = torch.autograd.grad(Product.apply(x, x), x, WEIGHT, create_graph=True)
+    torch.testing.assert_close(result, 3 * WEIGHT * x * x)
 
 
 def test_second_derivatives() -> None:
     def of(x: Tensor) -> Tensor:
-        found: Tensor = Product.apply(x, x.sin())
-        return found
+        result: Tensor = Product.apply(x, x.sin())
+        return result
 
     assert torch.autograd.gradgradcheck(of, (given(),))
 
 
 def test_an_argument_without_a_gradient() -> None:
     x, y = given(), given().detach()
-    (found,) = torch.autograd.grad(Product.apply(x, y), x, WEIGHT, create_graph=True)
-    torch.testing.assert_close(found, WEIGHT * y * y)
+    (result,) = torch.autograd.grad(Product.apply(x, y), x, WEIGHT, create_graph=True)
+    torch.testing.assert_close(result, WEIGHT * y * y)

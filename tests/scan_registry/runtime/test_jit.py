@@ -65,14 +65,14 @@ def fresh(script: str, *, check: bool = True, **variables: str) -> dict[str, Any
 
 
 def test_what_is_installed_is_found_by_version() -> None:
-    for language, found in AVAILABLE.items():
-        if isinstance(found, Toolchain):
-            assert found.identity == COMPILERS[language].identity()
-            assert found.cuda >= (11, 8)
+    for language, result in AVAILABLE.items():
+        if isinstance(result, Toolchain):
+            assert result.identity == COMPILERS[language].identity()
+            assert result.cuda >= (11, 8)
 
 
 def test_looking_loads_and_imports_nothing(folder: Path) -> None:
-    found = fresh("""
+    report = fresh("""
 import json, sys
 from scan_registry.runtime import jit
 found = jit.toolchains()
@@ -82,8 +82,8 @@ heavy = [name for name in ("torch", "triton") if name in sys.modules]
 print(json.dumps({"loaded": loaded, "heavy": heavy, "languages": sorted(found)}))
 """)
     if isinstance(AVAILABLE["cuda"], Toolchain) and nvrtc._candidates()[0].version:
-        assert not found["loaded"]
-    assert (found["heavy"], found["languages"]) == ([], ["cuda", "triton"])
+        assert not report["loaded"]
+    assert (report["heavy"], report["languages"]) == ([], ["cuda", "triton"])
     assert not folder.exists()
 
 
@@ -101,19 +101,16 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_compilers_are_named_with_what_gives_them(nothing_installed: None) -> None:
-    found = jit.toolchains.__wrapped__()
-    assert found["cuda"] == (
+    result = jit.toolchains.__wrapped__()
+    assert result["cuda"] == (
         "NVRTC is not installed; `pip install nvidia-cuda-nvrtc-cu12` gives it"
     )
-    assert found["triton"] == "Triton is not installed; `pip install triton` gives it"
+    assert result["triton"] == "Triton is not installed; `pip install triton` gives it"
 
 
 @needs_nvrtc
 @needs_triton
-@pytest.mark.parametrize(
-    ("variant", "arch"),
-    [(CUDA, "sm120"), (CUDA, "ptx90"), (TRITON, "sm90")],
-)
+@pytest.mark.parametrize(("variant", "arch"), [(CUDA, "sm120"), (CUDA, "ptx90"), (TRITON, "sm90")])
 def test_the_driver_that_is_needed_is_known_before(variant: Variant, arch: str) -> None:
     toolchain, target = AVAILABLE[variant.language], Target.parse(arch)
     assert isinstance(toolchain, Toolchain)

@@ -21,8 +21,8 @@ class Launches:
     def __init__(self, status: int = 0) -> None:
         self.status, self.calls = status, list[tuple[int | None, ...]]()
 
-    def run(self, *given: int | None) -> int:
-        self.calls.append(given)
+    def run(self, *inputs: int | None) -> int:
+        self.calls.append(inputs)
         return self.status
 
 
@@ -51,8 +51,8 @@ def test_a_launch_has_a_workspace_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     launches = Launches()
     a_plan(monkeypatch, launches, workspace=64).run({})
     ((_, *pointers),) = launches.calls
-    given = [name for name, at in zip(KERNEL.pointers, pointers, strict=True) if at is not None]
-    assert given == ["workspace"]
+    inputs = [name for name, at in zip(KERNEL.pointers, pointers, strict=True) if at is not None]
+    assert inputs == ["workspace"]
 
 
 def test_a_launch_that_failed_says_what_was_solved(monkeypatch: pytest.MonkeyPatch) -> None:

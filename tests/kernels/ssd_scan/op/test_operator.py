@@ -32,7 +32,7 @@ def test_a_described_call() -> None:
     options = Namespace(shape="", states=None, groups=4)
     call = OPERATOR.parse("bfloat16", (2, 300, 8, 64), options)
     parts = OPERATOR.describe(*call.args, **call.kwargs)
-    assert [*parts] == ["states", "forward", "adjoint", "backward"]
+    assert [*parts] == ["forward", "states", "adjoint", "backward"]
     problem = parts["backward"].problem  # type: ignore[attr-defined]
     assert (problem.batch, problem.time, problem.heads, problem.groups) == (2, 300, 8, 4)
     assert (problem.head_size, problem.state_size, problem.slots) == (64, 128, 300 // 64 + 1)

@@ -10,14 +10,12 @@ from caching import Capture, add, document, only, paths, run, wanted
 from scan_registry.cli.cache import age_text
 from scan_registry.runtime import jit
 
-# --- list -------------------------------------------------------------------------------------
-
 
 def test_every_entry_is_listed(folder: Path, capsys: Capture) -> None:
-    found = document(capsys, "list")
-    assert (found["folder"], found["usable"], found["obstacle"]) == (str(folder), True, None)
-    assert found["bytes"] == sum(path.stat().st_size for path in paths(folder))
-    for entry, path in zip(found["entries"], paths(folder), strict=True):
+    report = document(capsys, "list")
+    assert (report["folder"], report["usable"], report["obstacle"]) == (str(folder), True, None)
+    assert report["bytes"] == sum(path.stat().st_size for path in paths(folder))
+    for entry, path in zip(report["entries"], paths(folder), strict=True):
         binary, _ = only(path)
         age = entry.pop("age")
         assert 0 <= age < 3600
@@ -48,8 +46,8 @@ def test_damage_is_named_and_the_rest_is_listed(folder: Path, capsys: Capture) -
     other = folder / "ab" / ("ab" * 32)
     other.mkdir(parents=True)
     moved.rename(other / moved.name)
-    found = document(capsys, "list", status=1)
-    damaged = {entry["path"]: entry for entry in found["entries"]}
+    report = document(capsys, "list", status=1)
+    damaged = {entry["path"]: entry for entry in report["entries"]}
     assert {entry["state"] for entry in damaged.values()} == {"damaged"}
     assert "has SHA-256" in damaged[str(flipped)]["reason"]
     assert "the manifest's SHA-256" in damaged[str(cut)]["reason"]
@@ -66,8 +64,8 @@ def test_what_the_sources_no_longer_give_is_stale(folder: Path, capsys: Capture)
         add(folder, second, options=("-O0",)): "is made with options -O0; this version's are ",
         add(folder, third, block=(32, 7, 1)): "is made with threads per block: 224",
     }
-    found = document(capsys, "list")
-    for entry in found["entries"]:
+    report = document(capsys, "list")
+    for entry in report["entries"]:
         path = Path(entry["path"])
         if path in stale:
             assert entry["state"] == "stale"
@@ -77,31 +75,13 @@ def test_what_the_sources_no_longer_give_is_stale(folder: Path, capsys: Capture)
     assert run(capsys, "list").count("\nstale: ") == 3
 
 
-def test_an_empty_cache_is_listed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    place = tmp_path / "not" / "there"
-    monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(place))
-    found = document(capsys, "list")
-    assert found == {
-        "folder": str(place),
-        "usable": True,
-        "obstacle": None,
-        "bytes": 0,
-        "entries": [],
-        "tuned": [],
-    }
-    assert run(capsys, "list") == f"folder {place}\n0 binaries, 0 B\n"
-    assert not place.parent.exists()  # looking makes nothing
-
-
 def test_why_a_folder_is_not_usable(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     folder.chmod(0o777)
-    found = document(capsys, "list")
-    assert not found["usable"]
-    assert "others can write to it (mode 0777)" in found["obstacle"]
+    report = document(capsys, "list")
+    assert not report["usable"]
+    assert "others can write to it (mode 0777)" in report["obstacle"]
     assert "not usable: others can write to it" in run(capsys, "list")
     file = tmp_path / "file"
     file.write_text("", encoding="utf-8")
@@ -113,26 +93,16 @@ def test_why_a_folder_is_not_usable(
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (-5.0, "0 min"),
-        (59.0, "0 min"),
-        (61.0, "1 min"),
-        (3600.0, "1 h"),
-        (47.5 * 3600, "47 h"),
-        (72.0 * 3600, "3 d"),
-    ],
+    [(-5.0, "0 min"), (61.0, "1 min"), (47.5 * 3600, "47 h"), (72.0 * 3600, "3 d")],
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
 
 
-# --- clear ------------------------------------------------------------------------------------
-
-
 def test_clear_says_how_much_it_deleted(folder: Path, capsys: Capture) -> None:
     size = sum(path.stat().st_size for path in paths(folder))
-    found = document(capsys, "clear")
-    assert found == {"folder": str(folder), "entries": 3, "bytes": size, "tuned": 0}
+    report = document(capsys, "clear")
+    assert report == {"folder": str(folder), "entries": 3, "bytes": size, "tuned": 0}
     assert paths(folder) == []
     assert run(capsys, "clear") == f"deleted 0 binaries, 0 B, from {folder}\n"
     variant, target = wanted()

@@ -37,9 +37,9 @@ def provide(tmp_path: Path, a_binary: Make, monkeypatch: pytest.MonkeyPatch) -> 
         folder = tmp_path / name
         for arch in archs:
             target = Target.parse(arch)
-            held = [a_binary(variant, target) for variant in variants]
+            entries = [a_binary(variant, target) for variant in variants]
             path = folder / "archives" / f"{target.label}{archive.SUFFIX}"
-            archive.write(path, target, held, {"version": "9.9.9"})
+            archive.write(path, target, entries, {"version": "9.9.9"})
         installed.append(Provider(name, "1.2", folder, core, dict(denied or {})))
         return installed[-1]
 

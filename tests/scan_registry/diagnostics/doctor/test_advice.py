@@ -27,7 +27,7 @@ MATRIX = json.loads((Path(__file__).parents[4] / "ci" / "matrix.json").read_text
 OTHERS = ((8, 7), (10, 3), (11, 0), (12, 1), (13, 0))
 CAPABILITIES = [*(Target.parse(label).capability for label in MATRIX), *OTHERS]
 #: Around the oldest that load machine code, machine code of the latest GPUs, and PTX.
-DRIVERS = ((11, 8), (12, 0), (12, 7), (12, 8), (12, 9), (13, 0))
+DRIVERS = ((11, 8), (12, 7), (12, 9), (13, 0))
 GATED = families()["gated_scan"]
 
 
@@ -67,7 +67,7 @@ def check(remedy: str, family: Family, missing: set[str]) -> None:
 
 @pytest.mark.parametrize("capability", [*dict.fromkeys(CAPABILITIES), (7, 5)], ids=str)
 def test_all_advice_is_of_what_exists(capability: tuple[int, int]) -> None:
-    missing = {str(each) for each in MISSING.values()}
+    missing = {str(item) for item in MISSING.values()}
     for driver in DRIVERS:
         device = described(capability, driver=driver)
         for toolchains in (MISSING, COMPILERS):
@@ -90,12 +90,12 @@ def test_what_wheels_leave_to_compilers_is_no_error(
 ) -> None:
     """An image is all right with everything that a wheel holds."""
     sm90, kernels = Target((9, 0)), GATED.kernels
-    held = [v for k in kernels for v in k.variants if k.rules.ships(v.statics, sm90)]
-    there = System(a_device(), (archive_factory("sm90", variants=held),), toolchains)  # type: ignore[arg-type]
+    entries = [v for k in kernels for v in k.variants if k.rules.ships(v.statics, sm90)]
+    there = System(a_device(), (archive_factory("sm90", variants=entries),), toolchains)  # type: ignore[arg-type]
     for lowest in (Tier.REFERENCE, Tier.JIT):
-        found = [f for f in findings(there, GATED, lowest) if "backend=" not in f.text]
-        assert len(found) == 1
-        (left,) = found
+        result = [f for f in findings(there, GATED, lowest) if "backend=" not in f.text]
+        assert len(result) == 1
+        (left,) = result
         assert left.severity == ("warning" if toolchains is MISSING else "note")
         assert "no wheel holds it: " in left.text
         assert left.text.count("(float16)") == len({k.name for k in kernels})

@@ -21,14 +21,14 @@ def test_the_numbers_are_those_of_the_record() -> None:
     assert record["gpu"] == MEASURED_ON
     assert record["date"].startswith(DATE)
     tiers = {str(tier): tier for tier in Tier}
-    found = {
-        (tiers[each["tier"]], LANGUAGES.get(each["name"], "torch")): tuple(
-            float(f"{median(run['forward_ms'] for run in each[key]):.3g}")
+    results = {
+        (tiers[result["tier"]], LANGUAGES.get(result["name"], "torch")): tuple(
+            float(f"{median(run['forward_ms'] for run in result[key]):.3g}")
             for key in ("cold", "warm")
         )
-        for each in record["results"]
+        for result in record["results"]
     }
-    assert found == MEASURED
+    assert results == MEASURED
 
 
 def test_what_was_not_measured_has_no_number() -> None:
@@ -55,6 +55,6 @@ def test_doctor_prints_them(
     rows = [line.split() for line in said.partition("First calls")[2].splitlines()]
     assert any(row[:1] == [tier] and " ".join(row[2:4]) == number for row in rows), said
     assert ("not measured on this GPU" in said) == (gpu != "H200")
-    (found,) = document(capsys, "--for", gpu, status=status)["gpus"]
-    assert found["first_calls_on"] == MEASURED_ON
-    assert tier in {each["tier"] for each in found["first_calls"]}
+    (result,) = document(capsys, "--for", gpu, status=status)["gpus"]
+    assert result["first_calls_on"] == MEASURED_ON
+    assert tier in {first_call["tier"] for first_call in result["first_calls"]}

@@ -28,14 +28,14 @@ def compiled() -> dict[str, list[Entry]]:
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Writes an archive and makes it one of those that the command finds."""
-    held: list[Archive] = []
+    entries: list[Archive] = []
 
     def make(label: str, binaries: list[Entry]) -> Archive:
         path = tmp_path / f"{label}{archive.SUFFIX}"
         archive.write(path, Target.parse(label), binaries, {"version": "9.9.9"})
-        held.append(Archive(path, "made-up"))
-        monkeypatch.setattr(command, "survey", lambda: (Catalogue(tuple(held)), ()))
-        return held[-1]
+        entries.append(Archive(path, "made-up"))
+        monkeypatch.setattr(command, "survey", lambda: (Catalogue(tuple(entries)), ()))
+        return entries[-1]
 
     monkeypatch.setattr(command, "survey", lambda: (Catalogue(()), ()))
     monkeypatch.setenv("COLUMNS", "120")

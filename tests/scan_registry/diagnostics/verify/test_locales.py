@@ -67,8 +67,8 @@ def test_verify_reads_sources_as_utf8(provided: Path, monkeypatch: pytest.Monkey
 
 def test_what_sources_give_is_the_same_in_every_locale(tmp_path: Path) -> None:
     kernels = [kernel for family in families().values() for kernel in family.kernels]
-    found = json.loads(in_ascii(KEYS, folder=tmp_path))
-    assert found == [recipe(kernel.variants[0], TARGET).key for kernel in kernels]
+    report = json.loads(in_ascii(KEYS, folder=tmp_path))
+    assert report == [recipe(kernel.variants[0], TARGET).key for kernel in kernels]
 
 
 @pytest.mark.parametrize("language", ["cuda", "triton"])

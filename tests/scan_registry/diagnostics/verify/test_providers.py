@@ -46,18 +46,15 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) ->
     monkeypatch.setattr(providers, "__file__", str(core / "catalog" / "providers.py"))
     monkeypatch.setenv("SCAN_REGISTRY_JOBS", "1")  # others would be forks of this process
 
-    def run(*given: Path | str, status: int = 0) -> str:
+    def run(*inputs: Path | str, status: int = 0) -> str:
         with monkeypatch.context() as patch:
-            for site in reversed([each for each in given if isinstance(each, Path)]):
+            for site in reversed([item for item in inputs if isinstance(item, Path)]):
                 patch.syspath_prepend(str(site))
-            words = [each for each in given if isinstance(each, str)]
+            words = [item for item in inputs if isinstance(item, str)]
             assert main(["verify", "--arch", "sm103", *words]) == status
         return capsys.readouterr().out
 
     return run
-
-
-# --- Providers --------------------------------------------------------------------------------
 
 
 def test_files_are_those_that_were_installed(
@@ -68,26 +65,26 @@ def test_files_are_those_that_were_installed(
     assert verify.altered(read_provider(provided)) == []
     manifest = provided / "archives_that_are_verified" / "provider.json"
     manifest.write_text('{"schema": 1, "core": ">=0", "denied": []}', encoding="utf-8")
-    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
-    archive.write(held, SM103, [], {})
+    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    archive.write(contents, SM103, [], {})
     defects = verify.altered(read_provider(provided))
-    assert sorted(str(defect.path) for defect in defects) == sorted(map(str, (held, manifest)))
+    assert sorted(str(defect.path) for defect in defects) == sorted(map(str, (contents, manifest)))
     for defect in defects:
         assert "SHA-256 is " in defect.reason
         assert "reinstall verified" in defect.reason
-    held.unlink()
+    contents.unlink()
     reasons = {defect.path: defect.reason for defect in verify.altered(read_provider(provided))}
-    assert reasons[held] == "No such file or directory; reinstall verified"
+    assert reasons[contents] == "No such file or directory; reinstall verified"
 
 
 def test_a_missing_archive_is_a_defect(provided: Path, program: Program) -> None:
     """Nothing else tells that it has ever been there."""
     program(provided)
-    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
-    held.unlink()
-    found = valid(program(provided, "--json", status=1))
-    assert found["defects"][0]["path"] == str(held)
-    assert found["defects"][0]["reason"] == "No such file or directory; reinstall verified"
+    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents.unlink()
+    report = valid(program(provided, "--json", status=1))
+    assert report["defects"][0]["path"] == str(contents)
+    assert report["defects"][0]["reason"] == "No such file or directory; reinstall verified"
 
 
 def test_nothing_is_known_of_what_was_not_recorded(
@@ -114,36 +111,22 @@ def test_a_broken_provider_is_a_defect_and_hides_no_other(
         )
     manifest = place / "archives_that_are_broken" / "provider.json"
     manifest.write_text(json.dumps({"schema": 1, "core": core}), encoding="utf-8")
-    found = valid(program(place, provided, "--json", status=1))
-    assert [held["intact"] for held in found["archives"]] == [2]
-    assert [p["name"] for p in found["providers"]][1:] == ["verified"]
-    (defect,) = found["defects"]
+    report = valid(program(place, provided, "--json", status=1))
+    assert [archive["intact"] for archive in report["archives"]] == [2]
+    assert [p["name"] for p in report["providers"]][1:] == ["verified"]
+    (defect,) = report["defects"]
     assert defect["reason"].startswith("broken 1.2.3")
     out = program(place, provided, status=1)
     assert "defect: broken 1.2.3" in out
     assert out.splitlines()[-1] == "2 of 2 binaries intact, 1 defect"
 
 
-def test_a_file_that_is_named_after_no_architecture_is_a_defect(
-    provided: Path, program: Program
-) -> None:
-    stray = provided / "archives_that_are_verified" / "archives" / "hopper.scanreg"
-    stray.write_bytes(b"")
-    found = valid(program(provided, "--json", status=1))
-    assert [held["intact"] for held in found["archives"]] == [2]
-    (defect,) = found["defects"]
-    assert (defect["path"], defect["reason"]) == (str(stray), providers.MISNAMED)
-
-
-# --- Compiling again --------------------------------------------------------------------------
-
-
 def test_compiled_again_to_the_same_bytes(provided: Path, program: Program) -> None:
     """In the processes that the program starts, and in one."""
-    found = valid(shell(provided, "--rebuild", "--json"))
-    (held,) = found["archives"]
-    assert (held["identical"], held["not_comparable"], found["rebuilt"]) == (2, 0, True)
-    assert found["passed"]
+    report = valid(shell(provided, "--rebuild", "--json"))
+    (contents,) = report["archives"]
+    assert (contents["identical"], contents["not_comparable"], report["rebuilt"]) == (2, 0, True)
+    assert report["passed"]
     out = program(provided, "--rebuild")
     assert out.splitlines()[-1] == (
         "2 of 2 binaries intact, 2 of 2 compared are identical, 0 defects"
@@ -154,14 +137,14 @@ def test_other_bytes_that_nothing_else_tells_of(
     provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
     first, second = compiled["sm103"]
-    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
     changed = altered(first, first[1] + b"\0")
-    archive.write(held, SM103, [changed, altered(second, dynamic_shared=16)], {})
+    archive.write(contents, SM103, [changed, altered(second, dynamic_shared=16)], {})
     record(provided)
     program(provided)  # it is as it says
-    found = valid(program(provided, "--rebuild", "--json", status=1))
-    assert (found["archives"][0]["intact"], found["archives"][0]["identical"]) == (2, 0)
-    reasons = {defect["variant"]: defect["reason"] for defect in found["defects"]}
+    report = valid(program(provided, "--rebuild", "--json", status=1))
+    assert (report["archives"][0]["intact"], report["archives"][0]["identical"]) == (2, 0)
+    reasons = {defect["variant"]: defect["reason"] for defect in report["defects"]}
     assert f"compiled here has SHA-256 {first[0].sha256}" in reasons[str(FIRST)]
     assert changed[0].sha256 in reasons[str(FIRST)]
     assert reasons[str(SECOND)] == (
@@ -173,22 +156,22 @@ def test_another_compiler_is_no_mismatch(
     provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
     first, second = compiled["sm103"]
-    held = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
-    archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3"), second], {})
+    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    archive.write(contents, SM103, [altered(first, compiler="nvrtc 1.2.3"), second], {})
     record(provided)
-    found = valid(program(provided, "--rebuild", "--json"))
-    (entry,) = found["archives"]
+    report = valid(program(provided, "--rebuild", "--json"))
+    (entry,) = report["archives"]
     assert (entry["identical"], entry["not_comparable"]) == (1, 1)
-    (other,) = found["not_comparable"]
+    (other,) = report["not_comparable"]
     assert other["variant"] == str(FIRST)
     assert other["reason"] == f"made by nvrtc 1.2.3; here is {second[0].compiler}"
-    archive.write(held, SM103, [altered(first, compiler="nvrtc 1.2.3")], {})
+    archive.write(contents, SM103, [altered(first, compiler="nvrtc 1.2.3")], {})
     record(provided)
     out = program(provided, "--rebuild", status=2)
     here = f"made by nvrtc 1.2.3; here is {second[0].compiler}"
     assert f"not comparable: 1 of sm103, {here}" in out.splitlines()
     wanted = "nvidia-cuda-nvrtc-cu1==1.2.3"
-    assert found["install"] == [wanted]
+    assert report["install"] == [wanted]
     assert f"to compare these, too: pip install {wanted}" in out.splitlines()
 
 
@@ -206,8 +189,8 @@ def test_the_very_version_of_a_compiler(compiler: str, wanted: str | None) -> No
     assert verify.requirement(compiler) == wanted
 
 
-def compared(held: Archive) -> list[verify.Comparison]:
-    return list(verify.rebuild([(held, binary) for binary in held.binaries], workers=1))
+def compared(contents: Archive) -> list[verify.Comparison]:
+    return list(verify.rebuild([(contents, binary) for binary in contents.binaries], workers=1))
 
 
 def test_what_is_not_worth_compiling(
@@ -217,14 +200,14 @@ def test_what_is_not_worth_compiling(
     archive_parts: Any,
 ) -> None:
     first, second = compiled["sm103"]
-    held = install("sm103", [altered(first, source_sha256="ab" * 32), second])
-    held.path.write_bytes(archive_parts.flipped(held.path.read_bytes()))
-    other, damaged = compared(held)
+    contents = install("sm103", [altered(first, source_sha256="ab" * 32), second])
+    contents.path.write_bytes(archive_parts.flipped(contents.path.read_bytes()))
+    other, damaged = compared(contents)
     assert (other.outcome, damaged.outcome) == ("not comparable", "not comparable")
     assert other.reason == "made from other sources or options"
     assert damaged.reason == "its bytes are damaged"
     monkeypatch.setattr(verify.jit, "toolchains", lambda: {"cuda": "NVRTC is not installed"})
-    reasons = {comparison.reason for comparison in compared(held)}
+    reasons = {comparison.reason for comparison in compared(contents)}
     assert reasons == {f"made by {first[0].compiler}; here: NVRTC is not installed"}
 
 
@@ -234,9 +217,9 @@ def test_a_compile_that_fails_is_a_mismatch(
     def fail(*_: object) -> Entry:
         raise CompileError("no such intrinsic\non line 7")
 
-    held = install("sm103", compiled["sm103"])
+    contents = install("sm103", compiled["sm103"])
     monkeypatch.setattr(verify, "compile_variant", fail)
-    for comparison in compared(held):
+    for comparison in compared(contents):
         assert comparison.outcome == "different"
         assert comparison.reason == "does not compile here: no such intrinsic\non line 7"
 

@@ -46,12 +46,12 @@ class Guarded(Memory):
         usable = -(-count * dtype.itemsize // page) * page
         whole = mmap.mmap(-1, usable + 2 * page)
         self.maps.append(whole)
-        room = torch.frombuffer(memoryview(whole)[page : page + usable], dtype=torch.uint8)
+        space = torch.frombuffer(memoryview(whole)[page : page + usable], dtype=torch.uint8)
         protect = ctypes.CDLL(None, use_errno=True).mprotect
-        for guard in (room.data_ptr() - page, room.data_ptr() + usable):
+        for guard in (space.data_ptr() - page, space.data_ptr() + usable):
             if protect(ctypes.c_void_p(guard), ctypes.c_size_t(page), 0):
                 raise OSError(ctypes.get_errno(), "mprotect")
-        elements = room.view(dtype)
+        elements = space.view(dtype)
         return elements[-count:] if self.at_end else elements[:count]
 
 

@@ -94,15 +94,12 @@ def test_rounding_to_narrow_numbers(dtype: str, instructions: str) -> None:
     assert torch.equal(states.nan_to_num(), rounded.nan_to_num())
 
 
-# --- Reduction --------------------------------------------------------------------------------
-
-
 def check_reduction(case: Case, layout: Layout) -> None:
     """Terms may cancel, so errors are measured against the sums of their moduli."""
     partial, expected, moduli = reduction_case(case, layout)
-    found = torch.linalg.vector_norm(exact(partial).sum(0) - expected)
+    actual = torch.linalg.vector_norm(exact(partial).sum(0) - expected)
     tolerance = TOLERANCE[state_dtype(case.dtype)]
-    assert float(found) <= tolerance * float(torch.linalg.vector_norm(moduli))
+    assert float(actual) <= tolerance * float(torch.linalg.vector_norm(moduli))
 
 
 @pytest.mark.parametrize("instructions", levels())

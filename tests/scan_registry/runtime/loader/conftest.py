@@ -29,9 +29,9 @@ def rig(stub_driver: Any) -> Rig:
         "[scan_registry.archives]\nacme = acme_kernels\n", encoding="utf-8"
     )
     (folder / "rig.py").write_text(RIG, encoding="utf-8")
-    made = Rig(stub_driver, package)
-    made.denies()
-    return made
+    created = Rig(stub_driver, package)
+    created.denies()
+    return created
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from loading import BEST, COMPILED, CUDA, NO_BINARY_FOR_GPU, Rig, Synthetic, nee
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
 
-# --- Compiled here ----------------------------------------------------------------------------
-
 
 @needs_nvrtc
 @pytest.mark.parametrize(("capability", "target"), [((12, 1), "sm_121"), ((13, 0), "compute_121")])
@@ -23,12 +21,12 @@ ready = prepare(backend="cuda")
 report(ready=facts(ready), status=run(ready), compiler=mapped("libnvrtc"))
 """
     first, second = rig.run(script), rig.run(script)
-    for found in (first, second):
-        assert (found["ready"]["tier"], found["ready"]["target"]) == ("jit", target)
-        assert found["status"] == 0
-        (warning,) = found["told"]
+    for result in (first, second):
+        assert (result["ready"]["tier"], result["ready"]["target"]) == ("jit", target)
+        assert result["status"] == 0
+        (warning,) = result["told"]
         assert warning.startswith("FallbackWarning: linear_scan.time_last_forward runs on tier jit")
-        for word in ("Later", str(rig.stub.folder / "cache"), found["ready"]["variant"]):
+        for word in ("Later", str(rig.stub.folder / "cache"), result["ready"]["variant"]):
             assert word in warning
     assert "compiled by nvrtc" in first["told"][0]
     assert "install a scan-registry wheel" in first["told"][0]
@@ -53,20 +51,20 @@ def test_what_is_required_is_never_compiled(rig: Rig, synthetic: Synthetic) -> N
     rig.stub.gpu((12, 1))
     rig.holds("ptx80", synthetic("ptx80"))
     script = f"it = attempt(prepare, lowest=policy.lowest())\n{NOTHING_COMPILED}"
-    found = rig.run(script, SCAN_REGISTRY_REQUIRE="aot")
-    assert found["it"]["error"] == "NoKernelError"
-    assert "tier ptx; the policy allows none below same-major" in found["it"]["words"]
-    assert "tier jit; the policy allows none below same-major" in found["it"]["words"]
-    assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
+    report = rig.run(script, SCAN_REGISTRY_REQUIRE="aot")
+    assert report["it"]["error"] == "NoKernelError"
+    assert "tier ptx; the policy allows none below same-major" in report["it"]["words"]
+    assert "tier jit; the policy allows none below same-major" in report["it"]["words"]
+    assert (report["nvrtc"], report["triton"], report["cache"]) == (False, False, False)
     assert rig.loads() == []
 
 
 def test_nothing_is_compiled_where_something_is_installed(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((12, 1))
     rig.holds("sm120", synthetic("sm120"))
-    found = rig.run(f"it = facts(prepare())\n{NOTHING_COMPILED}")
-    assert found["it"]["tier"] == "same-major"
-    assert (found["nvrtc"], found["triton"], found["cache"]) == (False, False, False)
+    report = rig.run(f"it = facts(prepare())\n{NOTHING_COMPILED}")
+    assert report["it"]["tier"] == "same-major"
+    assert (report["nvrtc"], report["triton"], report["cache"]) == (False, False, False)
 
 
 #: Compilers that fail, and say so.
@@ -89,14 +87,14 @@ compiling.COMPILERS = {"cuda": Broken(real["cuda"])}
 @needs_nvrtc
 def test_what_does_not_compile_is_a_reason(rig: Rig) -> None:
     rig.stub.gpu((12, 1))
-    found = rig.run(f"""{BROKEN}
+    report = rig.run(f"""{BROKEN}
 report(allowed=attempt(prepare), pinned=attempt(prepare, backend="cuda"))
 """)
-    assert found["allowed"]["tier"] == "reference"
-    reason = found["allowed"]["rejected"][f"{COMPILED} for sm_121"]
+    assert report["allowed"]["tier"] == "reference"
+    reason = report["allowed"]["rejected"][f"{COMPILED} for sm_121"]
     assert f"{COMPILED} for sm_121 did not compile\nptxas fatal: this compiler is broken" in reason
-    assert found["pinned"]["error"] == "NoKernelError"
-    assert "this compiler is broken" in found["pinned"]["words"]
+    assert report["pinned"]["error"] == "NoKernelError"
+    assert "this compiler is broken" in report["pinned"]["words"]
     assert rig.loads() == []
 
 
@@ -105,24 +103,24 @@ def test_what_is_denied_is_not_loaded_when_it_was_compiled_here(rig: Rig) -> Non
     rig.stub.gpu((12, 1))
     binary, _ = compile_variant(COMPILED, Target.parse("sm121"))
     rig.denies({"sha256": binary.sha256, "reason": "it races"})
-    found = rig.run('report(ready=facts(prepare(backend="cuda")))')
-    assert (found["ready"]["tier"], found["ready"]["target"]) == ("jit", "sm_121")
-    assert found["ready"]["variant"] != str(COMPILED)
-    assert "denied: it races" in found["ready"]["rejected"][str(binary)]
+    report = rig.run('report(ready=facts(prepare(backend="cuda")))')
+    assert (report["ready"]["tier"], report["ready"]["target"]) == ("jit", "sm_121")
+    assert report["ready"]["variant"] != str(COMPILED)
+    assert "denied: it races" in report["ready"]["rejected"][str(binary)]
 
 
 @needs_nvrtc
 def test_what_was_compiled_here_and_is_refused_is_a_reason(rig: Rig) -> None:
     rig.stub.gpu((12, 1)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU, times=1)
-    found = rig.run('report(ready=facts(prepare(backend="cuda")))')
-    assert found["ready"]["tier"] == "jit"
-    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["ready"]["rejected"][f"{COMPILED} for sm_121"]
+    report = rig.run('report(ready=facts(prepare(backend="cuda")))')
+    assert report["ready"]["tier"] == "jit"
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in report["ready"]["rejected"][f"{COMPILED} for sm_121"]
 
 
 @needs_nvrtc
 def test_a_cache_whose_place_nobody_knows_costs_a_warning(rig: Rig) -> None:
     rig.stub.gpu((12, 1))
-    found = rig.run(
+    report = rig.run(
         """
 import os, tempfile
 gone = tempfile.mkdtemp()
@@ -133,19 +131,16 @@ report(ready=[facts(r) for r in ready])
 """,
         SCAN_REGISTRY_CACHE="relative",
     )
-    assert [r["tier"] for r in found["ready"]] == ["jit", "jit"]
-    kinds = sorted(warning.partition(":")[0] for warning in found["told"])
+    assert [r["tier"] for r in report["ready"]] == ["jit", "jit"]
+    kinds = sorted(warning.partition(":")[0] for warning in report["told"])
     assert kinds == ["CacheWarning", "FallbackWarning"]
-
-
-# --- Tuned and pinned -------------------------------------------------------------------------
 
 
 def test_what_was_tuned_here_is_used(rig: Rig, synthetic: Synthetic) -> None:
     """Its row decides, and its binary runs, whether or not a wheel has it."""
     rig.stub.gpu((9, 0), name="H")
     rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
-    found = rig.run(
+    report = rig.run(
         """
 from scan_registry.cache import tuned
 from scan_registry.artifact.archive import Binary, digest
@@ -167,17 +162,17 @@ report(before=before, tuned=facts(tuned), ms=tuned.decision.winner.ms, chosen=st
        where=tuned.decision.winner.archive.provider, ran=run(tuned))
 """
     )
-    assert found["before"]["variant"] == str(BEST)
-    assert found["tuned"]["variant"] == found["chosen"]
-    assert (found["tuned"]["tier"], found["ms"], found["ran"]) == ("exact", 0.5, 0)
-    assert found["where"].endswith("/cache/tuned")
+    assert report["before"]["variant"] == str(BEST)
+    assert report["tuned"]["variant"] == report["chosen"]
+    assert (report["tuned"]["tier"], report["ms"], report["ran"]) == ("exact", 0.5, 0)
+    assert report["where"].endswith("/cache/tuned")
 
 
 @needs_nvrtc
 def test_a_pinned_variant_is_compiled_if_no_archive_has_it(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0), name="H")
     rig.holds("sm90", *(synthetic("sm90", variant) for variant in CUDA))
-    found = rig.run(
+    report = rig.run(
         """
 kernel = FAMILY.kernel("time_last_forward", "cuda")
 problem = prepare().decision.problem
@@ -189,6 +184,6 @@ held = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None][
 report(spare=pinned(spare), held=pinned(held), names=[str(spare), str(held)])
 """
     )
-    assert [found[name]["variant"] for name in ("spare", "held")] == found["names"]
-    assert [found[name]["tier"] for name in ("spare", "held")] == ["jit", "exact"]
-    assert not any("runs on tier jit" in word for word in found["told"])
+    assert [report[name]["variant"] for name in ("spare", "held")] == report["names"]
+    assert [report[name]["tier"] for name in ("spare", "held")] == ["jit", "exact"]
+    assert not any("runs on tier jit" in word for word in report["told"])

@@ -6,10 +6,7 @@ import pytest
 from loading import LAUNCH_OUT_OF_RESOURCES, NO_BINARY_FOR_GPU, OUT_OF_MEMORY, Rig, Synthetic
 
 
-@pytest.mark.parametrize(
-    "call",
-    ["cuCtxPushCurrent", "cuModuleLoadData", "cuFuncSetAttribute"],
-)
+@pytest.mark.parametrize("call", ["cuCtxPushCurrent", "cuModuleLoadData", "cuFuncSetAttribute"])
 def test_running_out_of_memory_is_raised_and_not_remembered(
     rig: Rig, synthetic: Synthetic, call: str
 ) -> None:
@@ -17,36 +14,36 @@ def test_running_out_of_memory_is_raised_and_not_remembered(
     binary, code = synthetic("sm90", dynamic_shared=65_536)
     rig.holds("sm90", (binary, code))
     rig.holds("ptx80", synthetic("ptx80"))
-    found = rig.run("""
+    report = rig.run("""
 first = attempt(prepare)
 second = prepare()
 report(first=first, second=facts(second), status=run(second))
 """)
-    assert found["first"]["error"] == "DriverError"
+    assert report["first"]["error"] == "DriverError"
     for word in (
         f"{call} failed with CUDA_ERROR_OUT_OF_MEMORY (out of memory)",
         "linear_scan.time_last_forward",
         str(binary),
         "grid (2, 1, 1), block (128, 1, 1), 65536 bytes of dynamic shared memory",
     ):
-        assert word in found["first"]["words"]
-    assert found["second"]["tier"] == "exact"
-    assert (found["status"], found["told"]) == (0, [])
+        assert word in report["first"]["words"]
+    assert report["second"]["tier"] == "exact"
+    assert (report["status"], report["told"]) == (0, [])
 
 
 def test_a_launch_that_fails(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0)).fail("cuLaunchKernel", LAUNCH_OUT_OF_RESOURCES, times=1)
     binary, code = synthetic("sm90")
     rig.holds("sm90", (binary, code))
-    found = rig.run("""
+    report = rig.run("""
 ready = prepare()
 status = [run(ready), run(ready)]
 report(status=status, it=attempt(ready.refuse, status[0]))
 """)
-    assert found["status"] == [LAUNCH_OUT_OF_RESOURCES, 0]
-    assert found["it"]["error"] == "DriverError"
+    assert report["status"] == [LAUNCH_OUT_OF_RESOURCES, 0]
+    assert report["it"]["error"] == "DriverError"
     for word in ("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", str(binary), "grid (2, 1, 1)"):
-        assert word in found["it"]["words"]
+        assert word in report["it"]["words"]
 
 
 FOREIGN = """
@@ -63,11 +60,7 @@ def unchanged():
 
 @pytest.mark.parametrize(
     ("failing", "status"),
-    [
-        (None, 0),
-        ("cuModuleLoadData", NO_BINARY_FOR_GPU),
-        ("cuModuleGetFunction", OUT_OF_MEMORY),
-    ],
+    [(None, 0), ("cuModuleLoadData", NO_BINARY_FOR_GPU), ("cuModuleGetFunction", OUT_OF_MEMORY)],
 )
 def test_a_foreign_context_stays_current(
     rig: Rig, synthetic: Synthetic, failing: str | None, status: int
@@ -77,7 +70,7 @@ def test_a_foreign_context_stays_current(
         rig.stub.fail(failing, status, times=1, device=0)
     for arch in ("sm90", "sm80", "ptx80"):
         rig.holds(arch, synthetic(arch))
-    found = rig.run(f"""{FOREIGN}
+    report = rig.run(f"""{FOREIGN}
 states = []
 attempt(prepare, 0)
 states.append(unchanged())
@@ -87,8 +80,8 @@ results = [run(ready), run(ready)]
 states.append(unchanged())
 report(states=states, results=results)
 """)
-    assert found["states"] == [True, True, True]
-    assert found["results"] == [0, 700]
+    assert report["states"] == [True, True, True]
+    assert report["results"] == [0, 700]
     # Whoever is capturing a graph finds the mode as it was.
     modes = [c.number("mode") for c in rig.stub.calls("cuThreadExchangeStreamCaptureMode")]
     assert modes[0::2] == [2] * (len(modes) // 2)

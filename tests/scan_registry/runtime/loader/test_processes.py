@@ -9,7 +9,7 @@ def test_threads_load_each_binary_once_per_device(rig: Rig, synthetic: Synthetic
     rig.stub.gpu((9, 0)).gpu((8, 0))
     for arch in ("sm90", "sm80"):
         rig.holds(arch, synthetic(arch))
-    found = rig.run("""
+    report = rig.run("""
 sys.setswitchinterval(1e-5)
 barrier, results = threading.Barrier(16), [None] * 16
 
@@ -24,15 +24,15 @@ for thread in threads:
     thread.join()
 report(targets=[r[0]["target"] for r in results], status=[r[1] for r in results])
 """)
-    assert found["targets"] == ["sm_90", "sm_80"] * 8
-    assert found["status"] == [0] * 16
+    assert report["targets"] == ["sm_90", "sm_80"] * 8
+    assert report["status"] == [0] * 16
     assert sorted(rig.loads()) == [(0, "sm_90", 0), (1, "sm_80", 0)]
 
 
 @needs_nvrtc
 def test_threads_compile_once(rig: Rig) -> None:
     rig.stub.gpu((12, 1))
-    found = rig.run("""
+    report = rig.run("""
 from scan_registry.aot import compile as compiling
 compiles, real = [], compiling._compile
 compiling._compile = lambda made_of, *rest: compiles.append(str(made_of.variant)) or real(made_of)
@@ -49,7 +49,7 @@ for thread in threads:
     thread.join()
 report(compiles=compiles)
 """)
-    assert found["compiles"] == [str(COMPILED)]
+    assert report["compiles"] == [str(COMPILED)]
     assert rig.loads() == [(0, "sm_121", 0)]
 
 
@@ -79,7 +79,7 @@ def test_a_forked_child_prepares_if_its_parent_has_not_used_the_gpu(
     """Everything is imported, the catalogue is read, and a thread is in the middle of preparing."""
     rig.stub.gpu((9, 0))
     rig.holds("sm90", synthetic("sm90"))
-    found = rig.run(f"""{FORKED}
+    report = rig.run(f"""{FORKED}
 prepare(None)
 loader.catalogue()
 held, done = threading.Event(), threading.Event()
@@ -97,8 +97,8 @@ done.set()
 thread.join()
 report(child=child, parent=attempt(prepare))
 """)
-    assert (found["child"][0]["tier"], found["child"][1]) == ("exact", 0)
-    assert found["parent"]["tier"] == "exact"
+    assert (report["child"][0]["tier"], report["child"][1]) == ("exact", 0)
+    assert report["parent"]["tier"] == "exact"
 
 
 def test_a_forked_child_is_told_that_cuda_does_not_survive_forks(
@@ -107,15 +107,15 @@ def test_a_forked_child_is_told_that_cuda_does_not_survive_forks(
     """CUDA cannot be used after a fork; the child gets the driver's error and no stale handle."""
     rig.stub.gpu((9, 0))
     rig.holds("sm90", synthetic("sm90"))
-    found = rig.run(f"""{FORKED}
+    report = rig.run(f"""{FORKED}
 before = prepare()
 child = forked(lambda: [attempt(prepare), facts(prepare(None))])
 report(child=child, parent=attempt(prepare), status=run(before))
 """)
-    first, second = found["child"]
+    first, second = report["child"]
     assert first["error"] == "DriverError"
     assert "CUDA_ERROR_NOT_INITIALIZED" in first["words"]
     assert second["tier"] == "reference"
-    assert (found["parent"]["tier"], found["status"]) == ("exact", 0)
+    assert (report["parent"]["tier"], report["status"]) == ("exact", 0)
     processes = {call.process for call in rig.stub.calls("cuLaunchKernel")}
     assert len(processes) == 1

@@ -12,18 +12,16 @@ from scan_registry.artifact import archive
 from scan_registry.catalog import providers
 from scan_registry.hardware.target import Target
 
-# --- What runs where --------------------------------------------------------------------------
-
 
 def test_two_gpus_get_different_binaries(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0), name="H").gpu((8, 0), name="A", sms=108)
     rig.holds("sm90", synthetic("sm90"))
     rig.holds("sm80", synthetic("sm80"))
-    found = rig.run("""
+    report = rig.run("""
 ready = [prepare(0), prepare(1), prepare(0)]
 report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
 """)
-    assert [(r["tier"], r["target"]) for r in found["ready"]] == [
+    assert [(r["tier"], r["target"]) for r in report["ready"]] == [
         ("exact", "sm_90"),
         ("exact", "sm_80"),
         ("exact", "sm_90"),
@@ -31,9 +29,9 @@ report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
     assert rig.loads() == [(0, "sm_90", 0), (1, "sm_80", 0)]
     launches = rig.stub.calls("cuLaunchKernel")
     assert [launch.device for launch in launches] == [0, 1, 0]
-    assert found["status"] == [0, 0, 0]
+    assert report["status"] == [0, 0, 0]
     assert {launch.block for launch in launches} == {(128, 1, 1)}
-    assert found["told"] == []
+    assert report["told"] == []
 
 
 @needs_nvrtc
@@ -41,38 +39,35 @@ def test_binaries_of_the_real_compiler(rig: Rig) -> None:
     rig.stub.gpu((9, 0)).gpu((8, 6)).gpu((10, 0))
     for arch in ("sm90", "sm80", "ptx80"):
         rig.holds(arch, compile_variant(BEST, Target.parse(arch)))
-    found = rig.run("""
+    report = rig.run("""
 ready = [prepare(0), prepare(1), prepare(2)]
 report(ready=[facts(r) for r in ready], status=[run(r) for r in ready])
 """)
-    tiers = [r["tier"] for r in found["ready"]]
+    tiers = [r["tier"] for r in report["ready"]]
     assert tiers == ["exact", "same-major", "ptx"]
     assert rig.loads() == [(0, "sm_90", 0), (1, "sm_80", 0), (2, "compute_80", 0)]
-    assert (found["status"], found["told"]) == ([0, 0, 0], [])
+    assert (report["status"], report["told"]) == ([0, 0, 0], [])
 
 
 def test_the_cpu_needs_no_driver(rig: Rig, synthetic: Synthetic) -> None:
     rig.holds("sm90", synthetic("sm90"))
-    found = rig.run("report(ready=facts(prepare(None)), opened=mapped('libcuda'))")
-    assert found["ready"]["tier"] == "reference"
-    assert not found["ready"]["launches"]
-    assert not found["opened"]
+    report = rig.run("report(ready=facts(prepare(None)), opened=mapped('libcuda'))")
+    assert report["ready"]["tier"] == "reference"
+    assert not report["ready"]["launches"]
+    assert not report["opened"]
     assert rig.stub.calls() == []
 
 
 def test_a_driver_that_cannot_be_opened_is_named(rig: Rig) -> None:
-    found = rig.run("report(it=attempt(prepare))", SCAN_REGISTRY_LIBCUDA="/nowhere/libcuda.so.1")
-    assert found["it"]["error"] == "RuntimeError"
-    assert "/nowhere/libcuda.so.1" in found["it"]["words"]
+    report = rig.run("report(it=attempt(prepare))", SCAN_REGISTRY_LIBCUDA="/nowhere/libcuda.so.1")
+    assert report["it"]["error"] == "RuntimeError"
+    assert "/nowhere/libcuda.so.1" in report["it"]["words"]
 
 
 def test_a_machine_without_a_gpu(rig: Rig) -> None:
-    found = rig.run("report(it=attempt(prepare))")
-    assert found["it"]["error"] == "DriverError"
-    assert "CUDA_ERROR_NO_DEVICE" in found["it"]["words"]
-
-
-# --- What does not run ------------------------------------------------------------------------
+    report = rig.run("report(it=attempt(prepare))")
+    assert report["it"]["error"] == "DriverError"
+    assert "CUDA_ERROR_NO_DEVICE" in report["it"]["words"]
 
 
 def test_a_file_that_is_named_after_no_architecture_warns_once(
@@ -82,12 +77,12 @@ def test_a_file_that_is_named_after_no_architecture_warns_once(
     path = rig.holds("sm90", synthetic("sm90"))
     backup = path.with_name(f"sm90 (copy){archive.SUFFIX}")
     backup.write_bytes(path.read_bytes())
-    found = rig.run("""
+    report = rig.run("""
 ready = [prepare(), prepare(time=2048)]
 report(ready=[facts(r) for r in ready])
 """)
-    assert [ready["tier"] for ready in found["ready"]] == ["exact", "exact"]
-    (warning,) = found["told"]
+    assert [ready["tier"] for ready in report["ready"]] == ["exact", "exact"]
+    (warning,) = report["told"]
     assert warning == f"FallbackWarning: {backup} {providers.MISNAMED}"
 
 
@@ -126,9 +121,9 @@ def test_one_damaged_binary_does_not_spoil_its_archive(
     first, second = synthetic("sm90"), synthetic("sm90", SECOND)
     path, best = rig.holds("sm90", first, second), first[0]
     path.write_bytes(archive_parts.flipped(path.read_bytes(), 0))
-    found = rig.run("report(ready=facts(prepare()))")
-    assert (found["ready"]["tier"], found["ready"]["variant"]) == ("exact", str(SECOND))
-    assert "SHA-256" in found["ready"]["rejected"][str(best)]
+    report = rig.run("report(ready=facts(prepare()))")
+    assert (report["ready"]["tier"], report["ready"]["variant"]) == ("exact", str(SECOND))
+    assert "SHA-256" in report["ready"]["rejected"][str(best)]
 
 
 def test_an_archive_that_vanishes(rig: Rig, synthetic: Synthetic) -> None:
@@ -136,14 +131,14 @@ def test_an_archive_that_vanishes(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0))
     path = rig.holds("sm90", synthetic("sm90"))
     rig.holds("ptx80", synthetic("ptx80"))
-    found = rig.run(f"""
+    report = rig.run(f"""
 decision = loader.decide(0, FAMILY, prepare(None).decision.problem, "auto", Tier.REFERENCE)
 os.unlink({str(path)!r})
 report(before=str(decision.winner.tier), ready=facts(prepare()))
 """)
-    assert (found["before"], found["ready"]["tier"]) == ("exact", "ptx")
-    assert "No such file" in found["told"][0]
-    assert str(path) in found["told"][0]
+    assert (report["before"], report["ready"]["tier"]) == ("exact", "ptx")
+    assert "No such file" in report["told"][0]
+    assert str(path) in report["told"][0]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +157,12 @@ def test_what_the_driver_refuses_is_a_reason(
     binary, code = synthetic("sm90")
     rig.holds("sm90", (binary, code))
     rig.holds("ptx80", synthetic("ptx80"))
-    found = rig.run("""
+    report = rig.run("""
 ready = [prepare(0), prepare(0, time=2048), prepare(1)]
 report(ready=[facts(r) for r in ready])
 """)
-    assert [r["tier"] for r in found["ready"]] == ["ptx", "ptx", "exact"]
-    for ready in found["ready"][:2]:
+    assert [r["tier"] for r in report["ready"]] == ["ptx", "ptx", "exact"]
+    for ready in report["ready"][:2]:
         assert name in ready["rejected"][str(binary)]
     assert [(device, image) for device, image, _ in rig.loads()] == [
         (0, "sm_90"),
@@ -180,12 +175,12 @@ def test_ptx_of_a_later_release_than_it_states(rig: Rig, synthetic: Synthetic) -
     """The manifest is wrong about the driver that it needs; the driver is right."""
     rig.stub.version = (12, 4)
     rig.stub.gpu((9, 0))
-    late, _ = given = synthetic("ptx90", ptx="8.8", oldest_driver=(12, 0))
-    rig.holds("ptx90", given)
+    late, _ = inputs = synthetic("ptx90", ptx="8.8", oldest_driver=(12, 0))
+    rig.holds("ptx90", inputs)
     rig.holds("ptx80", synthetic("ptx80", ptx="8.4", oldest_driver=(12, 4)))
-    found = rig.run("report(ready=facts(prepare()))")
-    assert found["ready"]["target"] == "compute_80"
-    assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in found["ready"]["rejected"][str(late)]
+    report = rig.run("report(ready=facts(prepare()))")
+    assert report["ready"]["target"] == "compute_80"
+    assert "CUDA_ERROR_UNSUPPORTED_PTX_VERSION" in report["ready"]["rejected"][str(late)]
 
 
 def test_nothing_runs(rig: Rig, synthetic: Synthetic) -> None:
@@ -193,7 +188,7 @@ def test_nothing_runs(rig: Rig, synthetic: Synthetic) -> None:
     rig.stub.gpu((9, 0)).fail("cuModuleLoadData", NO_BINARY_FOR_GPU)
     binary, code = synthetic("sm90")
     rig.holds("sm90", (binary, code))
-    found = rig.run("report(it=attempt(prepare, lowest=Tier.PTX))")
-    assert found["it"]["error"] == "NoKernelError"
-    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in found["it"]["words"]
-    assert str(binary) in found["it"]["words"]
+    report = rig.run("report(it=attempt(prepare, lowest=Tier.PTX))")
+    assert report["it"]["error"] == "NoKernelError"
+    assert "CUDA_ERROR_NO_BINARY_FOR_GPU" in report["it"]["words"]
+    assert str(binary) in report["it"]["words"]
