@@ -102,9 +102,7 @@ def test_every_pointer_has_a_tensor_and_results_count(
         for name, value in case.expected.items():
             out = there(case.tensors[name])
             out.zero_()
-            first = {"A_grad": (0, 0), "D_grad": (0, 0), "B_grad": (0,), "C_grad": (0,)}.get(
-                name, ()
-            )
+            first = (0,) * (out.dim() - value.dim())
             out[first].copy_(value)
         assert case.error() < 4e-3
         for name in case.expected:
