@@ -298,6 +298,9 @@ TARGET static void LEVEL(backward_task)(const void *problem, int64_t task, char 
             const int64_t real = smaller(larger(length - t, 0), steps);
             if (seq_idx) {
                 LEVEL(find_reach)(seq_idx, t, real, late, reach + late);
+                /* Padding has no output, so nothing that is not finite in it reaches the weight's gradient. */
+                for (int64_t i = 0; i < real; i++)
+                    if (seq_idx[t + i] < 0) reach[late + i] = -1;
                 for (int64_t i = real; i < steps; i++) reach[late + i] = 0;
             }
             for (int64_t d = part.low; d < part.high; d += LANES)
