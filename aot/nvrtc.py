@@ -29,7 +29,7 @@ from scan_registry.kernels.model import Kernel, Variant
 #: different outcomes.
 _PORTABLE = Target((8, 0), "compute")
 _LIKE_80 = (86, 89, 90)
-_ASKS = re.compile(r"__CUDA_ARCH(?:__ (==|>=) (\d+)\b)?")
+_ASKS = re.compile(r"__CUDA_ARCH(?!_FEAT_)(?:__ (==|>=) (\d+)\b)?")
 _COMPARED = {"==": operator.eq, ">=": operator.ge}
 
 #: Not anchored to the start of a line: that would be slower, and each process that finds its kernels in the cache
@@ -128,6 +128,11 @@ def _tells_apart(text: str, *targets: Target) -> bool:
     )
 
 
+def _is_exact(kernel: Kernel, target: Target) -> bool:
+    """Whether a kernel's machine code for a target is that of ``sm_90a`` and the like, which no PTX gives."""
+    return not target.is_ptx and target.capability in kernel.code.exact
+
+
 class Nvrtc:
     """The CUDA C++ compiler."""
 
@@ -151,9 +156,8 @@ class Nvrtc:
 
     def options(self, kernel: Kernel, variant: Variant, target: Target) -> tuple[str, ...]:
         constants = kernel.code.constants(variant)
-        exact = not target.is_ptx and target.capability in kernel.code.exact
         return (
-            f"--gpu-architecture={target}{'a' if exact else ''}",
+            f"--gpu-architecture={target}{'a' if _is_exact(kernel, target) else ''}",
             "--std=c++17",
             *(f"--define-macro={name}={value}" for name, value in constants.items()),
         )
@@ -188,6 +192,8 @@ class Nvrtc:
 
         like = shared.get(str(_PORTABLE))
         if like is None or target.kind != "sm" or target.suffix or target.number not in _LIKE_80:
+            return {}
+        if _is_exact(kernel, target):
             return {}
         program = ptxas.find(self.identity().removeprefix("nvrtc "))
         texts = self.sources(kernel).values()
@@ -225,8 +231,10 @@ class Nvrtc:
             )
             log = _fetch(program, "ProgramLog").rstrip(b"\0").decode()
             _check(status, log)
-            ptx = replace(target, kind="compute")
-            images = {str(ptx): (_fetch(program, "PTX").rstrip(b"\0"), log)}
+            images = {}
+            if not _is_exact(kernel, target):
+                ptx = replace(target, kind="compute")
+                images[str(ptx)] = _fetch(program, "PTX").rstrip(b"\0"), log
             if not target.is_ptx:
                 images[str(target)] = _fetch(program, "CUBIN"), log
         finally:

@@ -5,26 +5,34 @@
 //     u_j  = Σ_i L_ij·(C_i·B_j)·dy_i + w_j·G·B_j            x_grad_j  = dt_j·u_j + D·dy_j
 //     C_grad_i = Σ_j L_ij·dt_j·X_ij·B_j + exp(s_i)·Sᵀ·dy_i   B_grad_j = Σ_i L_ij·dt_j·X_ij·C_i + dt_j·w_j·Gᵀ·x_j
 //     a_grad_t = Σ_{i≥t>j} L_ij·dt_j·X_ij·(C_i·B_j) + Σ_{i≥t} exp(s_i)·dy_i·S·C_i + Σ_{j<t} dt_j·w_j·x_j·G·B_j + exp(s_63)·S·G
-//     dt_grad_t = x_t·u_t + A·a_grad_t                       A_grad = Σ_t dt_t·a_grad_t
+//     dt_grad_t = f_t·(x_t·u_t + A·a_grad_t), with f_t the derivative of the step size by the raw dt
+//     A_grad = Σ_t dt_t·a_grad_t                             D_grad = Σ_t X_tt
+// where dt is the step size and a_grad the gradient of dt·A.
 //
-// Traffic of a step and head: SIZE elements of x, dy and x_grad each, and SIZE · state_size / 32 of S and G.
+// Traffic of a step and head: SIZE elements of x, dy and x_grad each, once for each block of STATES states; and SIZE ·
+// state_size / 32 of S and G.
 //
-// A CTA has one chunk and some heads of a group, one after the other, and STATES of their states: everything is linear in
-// the states, so gradients of several blocks of states are summed afterwards. B_grad and C_grad of all its heads, and the
-// matrix that L·dt·X sums up to, stay in registers. Eight warps, 16 rows and half of the columns each:
+// A CTA has one chunk, some heads of a group, one after the other, and a block of STATES states. x_grad, dt_grad and A_grad are
+// sums over states, so the caller adds up the blocks. B_grad, C_grad and Σ L·dt·X over the CTA's heads stay in registers. Eight
+// warps, 16 rows and half of the columns each:
 //
-//     score    X, and from it C·Bᵀ times L to shared memory            (i, j)
-//     project  Sᵀ·dy and Gᵀ·x, added to C_grad and B_grad              (i, state) and (j, state)
-//     combine  u and x_grad                                            (j, number)
-//     finish   one warp: sums over the steps, dt_grad
-#include "tile.cuh"
+//     score      L·(C·Bᵀ) to shared memory; X = dy·xᵀ, weighted, to Σ L·dt·X      (step i, step j)
+//     dot        dy·(C·Sᵀ) and x·(B·Gᵀ), for finish                              (step, channel)
+//     add        Sᵀ·dy to C_grad and Gᵀ·x to B_grad                              (step, state)
+//     combine    u and x_grad                                                    (step j, channel)
+//     finish     one warp: sums over the steps; dt_grad and the terms of A_grad and D_grad
+#include "products.cuh"
+#include "steps.cuh"
 
 enum : int {
     CHUNK = 64,
     WARPS = 8,
+    SIDES = 2,
+    PART = 64 / SIDES,  // steps or channels that a warp has, of 64
+    PART_TILES = PART / 8,
     THREADS = 32 * WARPS,
     MOST_HEADS = 32,              // of a CTA
-    WARP_STATES = STATES / 2,
+    WARP_STATES = STATES / SIDES,
     STATE_TILES = WARP_STATES / 8,
     INPUT = 2 * CHUNK * STATES,   // bytes of B, and of C
     STAGE = 2 * 2 * SIZE * (CHUNK + STATES),
@@ -43,13 +51,13 @@ struct Arguments {
     i64 splits;
 };
 
-// What warps find out of a head's steps: terms of sums that `finish` adds up.
+// Terms that warps compute of a head's steps, for `finish` to sum up.
 struct Terms {
-    float rows[2][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
+    float rows[SIDES][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
     float diagonal[CHUNK];                    // of X
-    float begin[2][CHUNK];                    // exp(s_i)·dy_i·S·C_i
-    float end[2][CHUNK];                      // dt_j·w_j·x_j·G·B_j
-    float inside[2][CHUNK];                   // x_j·u_j
+    float begin[SIDES][CHUNK];                    // exp(s_i)·dy_i·S·C_i
+    float end[SIDES][CHUNK];                      // dt_j·w_j·x_j·G·B_j
+    float inside[SIDES][CHUNK];                   // x_j·u_j
     float whole[WARPS];                       // S·G
 };
 
@@ -64,14 +72,13 @@ struct Backward {
     const Tile<CHUNK, SIZE> output{square.address + SQUARE};
     float* const all_sums = reinterpret_cast<float*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + 2 * CHUNK * SIZE);
     float* const all_step_sizes = all_sums + MOST_HEADS * CHUNK;  // (head, step)
-    float* const slopes = all_step_sizes + MOST_HEADS * CHUNK;    // of step sizes by what they are computed of
-    Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two heads
+    float* const slopes = all_step_sizes + MOST_HEADS * CHUNK;    // derivatives of the step sizes by dt + dt_bias
+    Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two head tiles, used in turn
 
     const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16, side = warp / 4;
     const int own = row + lane_row();  // the lane's first row of all products
-    const int slot = blockIdx.x, splits = int(args.splits);
-    const int state_blocks = (int(sizes.state_size) + STATES - 1) / STATES;
-    const int batch = int(blockIdx.z) / state_blocks, state_block = int(blockIdx.z) % state_blocks;
+    const int slot = int(blockIdx.x % unsigned(sizes.slots)), batch = int(blockIdx.x / unsigned(sizes.slots));
+    const int splits = int(args.splits), state_block = blockIdx.z;
     const int first_state = state_block * STATES, states_left = int(sizes.state_size) - first_state;
     const int group = int(blockIdx.y) / splits, split = int(blockIdx.y) % splits;
     const int group_heads = int(sizes.heads) / int(sizes.groups), per_cta = (group_heads + splits - 1) / splits;
@@ -80,21 +87,21 @@ struct Backward {
     const int head_size = int(sizes.head_size), head_tiles = (head_size + SIZE - 1) / SIZE, tiles = heads * head_tiles;
     const ChunkRange range = chunk_range<CHUNK>(sizes, args.cu_seqlens, slot);
 
-    // Of the first head.
+    // Where the CTA's first head begins in each tensor.
     const Storage *const first_x = args.x.at(batch, range.begin, first_head),
                   *const first_grad = args.grad.at(batch, range.begin, first_head);
     const i64 first_state_at =
         ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size + first_state;
-    const i64 first_step = (state_block * sizes.batch + batch) * sizes.time + range.begin;  // of results of one block
+    const i64 first_step = (state_block * sizes.batch + batch) * sizes.time + range.begin;  // of results that each block of states has its own copy of
     Storage* const first_x_grad = args.x_grad + (first_step * sizes.heads + first_head) * sizes.head_size;
 
-    float scores[4][4];   // C·Bᵀ
-    float weights[4][4];  // Σ L·dt·X
+    float scores[PART_TILES][4];   // C·Bᵀ
+    float weights[PART_TILES][4];  // Σ L·dt·X
     float B_grad[STATE_TILES][4], C_grad[STATE_TILES][4];
 
-    // Of the head that is worked on: what each step's numbers are in shared memory, and its terms.
+    // The head tile that is worked on: its steps' sums and sizes in shared memory, and its terms.
     struct Head {
-        int number, first;  // of the CTA's heads; the first of its numbers in this tile
+        int number, first;  // the head's index in the CTA; the tile's first channel of the head
         const float *sums, *step_sizes;
         Terms& terms;
     };
@@ -186,7 +193,7 @@ struct Backward {
     __device__ void score_inputs() {
         clear(scores), clear(weights), clear(B_grad), clear(C_grad);
         begin_products();
-        multiply<STATES, true>(scores, along_k(C), along_k(B, 32 * side));
+        multiply<STATES, true>(scores, along_k(C), along_k(B, PART * side));
         close_products();
         wait_for_products<0>(scores);
     }
@@ -197,10 +204,10 @@ struct Backward {
     }
 
     __device__ void work(const Head& of, const Tiles& from) {
-        const int first = SIZE / 2 * side, column = WARP_STATES * side;  // the warp's numbers and states
-        float products[4][4], y[4][4], u[4][4], of_states[STATE_TILES][4];
+        const int first = PART * side, column = WARP_STATES * side;  // the warp's channels and states
+        float products[PART_TILES][4], y[PART_TILES][4], u[PART_TILES][4], of_states[STATE_TILES][4];
         begin_products();
-        multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, 32 * side));
+        multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, PART * side));
         multiply<STATES, false>(y, along_k(C), along_k(from.states, first));
         close_products();
         multiply_states(of, from);
@@ -218,7 +225,7 @@ struct Backward {
         const float total = of.sums[CHUNK - 1];
         const float end0 = fast_exp2(total - of.sums[own]), end1 = fast_exp2(total - of.sums[own + 8]);
 #pragma unroll
-        for (int p = 0; p < 4; p++) u[p][0] *= end0, u[p][1] *= end0, u[p][2] *= end1, u[p][3] *= end1;
+        for (int p = 0; p < PART_TILES; p++) u[p][0] *= end0, u[p][1] *= end0, u[p][2] *= end1, u[p][3] *= end1;
         const float size0 = of.step_sizes[own], size1 = of.step_sizes[own + 8];
         dot(u, from.x, size0, size1, of.terms.end[side]);
 
@@ -241,13 +248,13 @@ struct Backward {
             sums[n][2] += scale1 * products[n][2], sums[n][3] += scale1 * products[n][3];
         }
     }
-    // To `dots`, of each row of half of a head's numbers the product with the same row of `others`, scaled.
-    __device__ void dot(const float (&numbers)[4][4], Tile<CHUNK, SIZE> others, float scale0, float scale1,
+    // dots[row] = scale · dot product of that row of `numbers` with the same row and columns of `others`.
+    __device__ void dot(const float (&numbers)[PART_TILES][4], Tile<CHUNK, SIZE> others, float scale0, float scale1,
                         float* dots) const {
         float dot0 = 0, dot1 = 0;
-        const unsigned others_at = others.moved(others.lane_of_sums(row), 0, SIZE / 2 * side);
+        const unsigned others_at = others.moved(others.lane_of_sums(row), 0, PART * side);
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
+        for (int p = 0; p < PART_TILES; p++) {
             const unsigned other0 = load_pair(others.moved(others_at, 0, 8 * p));
             const unsigned other1 = load_pair(others.moved(others_at, 8, 8 * p));
             dot0 += numbers[p][0] * low_of(other0) + numbers[p][1] * high_of(other0);
@@ -257,25 +264,25 @@ struct Backward {
         if (lane % 4 == 0) dots[own] = dot0, dots[own + 8] = dot1;
     }
 
-    // A warp's 16 steps i and 32 steps j: L times C·Bᵀ to shared memory, and L·dt·X to the sum over heads.
-    __device__ void score(const Head& of, const float (&products)[4][4]) {
-        const unsigned to = square.moved(square.lane_of_sums(row), 0, 32 * side);
-        if (32 * side > row) {  // steps j after all steps i
+    // A warp's 16 steps i and PART steps j: L times C·Bᵀ to shared memory, and L·dt·X to the sum over heads.
+    __device__ void score(const Head& of, const float (&products)[PART_TILES][4]) {
+        const unsigned to = square.moved(square.lane_of_sums(row), 0, PART * side);
+        if (PART * side > row) {  // steps j after all steps i
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < PART_TILES; j++)
                 store_pair(square.moved(to, 0, 8 * j), 0, 0), store_pair(square.moved(to, 8, 8 * j), 0, 0);
-            if (lane % 4 == 0) of.terms.rows[side][own] = of.terms.rows[side][own + 8] = 0;
-            of.terms.columns[warp % 4][32 * side + lane] = 0;
+            if (lane < 16) of.terms.rows[side][row + lane] = 0;
+            if (lane < PART) of.terms.columns[warp % 4][PART * side + lane] = 0;
             return;
         }
         const float sum[2] = {of.sums[own], of.sums[own + 8]};
-        float rows[2] = {0, 0}, columns[8];
+        float rows[2] = {0, 0}, columns[2 * PART_TILES];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int column = 32 * side + 8 * j + lane_column();
+        for (int j = 0; j < PART_TILES; j++) {
+            const int column = PART * side + 8 * j + lane_column();
             const float2 sums = *reinterpret_cast<const float2*>(of.sums + column);
             const float2 sizes = *reinterpret_cast<const float2*>(of.step_sizes + column);
-            const int block = 32 * side + j / 2 * 16;  // of columns, of the same size as the rows
+            const int block = PART * side + j / 2 * 16;  // first column of a block of 16 × 16
             float decayed[4];
 #pragma unroll
             for (int k = 0; k < 4; k++) {
@@ -297,9 +304,9 @@ struct Backward {
         }
         rows[0] = of_quarter(rows[0]), rows[1] = of_quarter(rows[1]);
         if (lane % 4 == 0) of.terms.rows[side][own] = rows[0], of.terms.rows[side][own + 8] = rows[1];
-        const float column = transposed_sum<8, 4>(columns);
-        const int number = transposed_index<8, 4>();
-        of.terms.columns[warp % 4][32 * side + number / 2 * 8 + lane_column() + number % 2] = column;
+        const float column = transposed_sum<2 * PART_TILES, 4>(columns);
+        const int number = transposed_index<2 * PART_TILES, 4>();
+        of.terms.columns[warp % 4][PART * side + number / 2 * 8 + lane_column() + number % 2] = column;
     }
 
     __device__ void multiply_states(const Head& of, const Tiles& from) const {
@@ -318,16 +325,17 @@ struct Backward {
         if (lane == 0) of.terms.whole[warp] = whole;
     }
 
-    // x_grad of a warp's 16 steps and half of the numbers.
-    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[4][4], float size0, float size1) const {
+    // x_grad of a warp's 16 steps and PART channels.
+    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float size0,
+                            float size1) const {
         const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
-        const int first = SIZE / 2 * side;
+        const int first = PART * side;
         const int head = first_head + of.number;
         const float skip = args.D && state_block == 0 ? args.D[head] : 0;
         float dot0 = 0, dot1 = 0;
         const unsigned sums_at = x.moved(x.lane_of_sums(row), 0, first) - x.address;
 #pragma unroll
-        for (int p = 0; p < 4; p++) {
+        for (int p = 0; p < PART_TILES; p++) {
             const unsigned upper = x.moved(sums_at, 0, 8 * p), lower = upper + 8 * x.ROW;
             const unsigned x0 = load_pair(x.address + upper), x1 = load_pair(x.address + lower);
             const unsigned grad0 = load_pair(grad.address + upper), grad1 = load_pair(grad.address + lower);
@@ -341,18 +349,19 @@ struct Backward {
         dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
         if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;
         __syncwarp();
-        const int stored = row + lane / 4, piece = first + lane % 4 * PIECE;
+        enum : int { PIECES = PART / PIECE, APART = 32 / PIECES };
+        const int stored = row + lane / PIECES, piece = first + lane % PIECES * PIECE;
         const int step = int(sizes.heads) * head_size;  // elements from a step to the next
         Storage* const to = first_x_grad + (i64(stored) * step + (of.number * head_size + of.first + piece));
         const unsigned lane_output = output.at(stored, piece);
 #pragma unroll
-        for (int r = 0; r < 16; r += 8)
+        for (int r = 0; r < 16; r += APART)
             if (stored + r < range.steps && of.first + piece < head_size)
                 *reinterpret_cast<uint4*>(to + r * step) = load_piece(lane_output + r * output.ROW);
         __syncwarp();
     }
 
-    // Of a head's A and D, where the chunk's terms of their gradients are.
+    // Index of the chunk's term of a head's A_grad and D_grad.
     __device__ i64 term_at(int head) const {
         return ((state_block * sizes.batch + batch) * sizes.slots + slot) * sizes.heads + head;
     }
@@ -365,9 +374,8 @@ struct Backward {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int t = 2 * lane + k;
-            float columns = 0;
-#pragma unroll
-            for (int w = 0; w < 4; w++) columns += of_head.columns[w][t];
+            const float columns =
+                of_head.columns[0][t] + of_head.columns[1][t] + (of_head.columns[2][t] + of_head.columns[3][t]);
             later[k] = of_head.begin[0][t] + of_head.begin[1][t] + (of_head.rows[0][t] + of_head.rows[1][t] - columns);
             before[k] = of_head.end[0][t] + of_head.end[1][t];
             inside[k] = of_head.inside[0][t] + of_head.inside[1][t];
@@ -389,7 +397,7 @@ struct Backward {
             (lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all,
             (lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all,
         };
-        const bool again = of.first > 0;  // the head's other numbers have been added
+        const bool again = of.first > 0;  // an earlier tile of this head has stored its terms
         const float A = args.steps.A[head];
         float A_grad = 0;
 #pragma unroll
@@ -421,11 +429,11 @@ struct Backward {
         }
     }
 
-    // What steps of the chunk add to each other's gradients, for all heads at once; and the gradients to memory.
+    // Add (Σ L·dt·X)·B to C_grad and (Σ L·dt·X)ᵀ·C to B_grad, and store both.
     __device__ void store_projections() {
-        const unsigned to = square.moved(square.lane_of_sums(row), 0, 32 * side);
+        const unsigned to = square.moved(square.lane_of_sums(row), 0, PART * side);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < PART_TILES; j++) {
             store_pair(square.moved(to, 0, 8 * j), weights[j][0], weights[j][1]);
             store_pair(square.moved(to, 8, 8 * j), weights[j][2], weights[j][3]);
         }

@@ -4,15 +4,15 @@
 //
 // Traffic of a step and head: SIZE elements of x and of out. B and C, which the heads of a group share, come from the L2.
 //
-// A CTA has SIZE numbers of one head and walks along its chunks; eight warps, of which four have the states and four the outputs:
+// A CTA has SIZE channels of one head and walks along its chunks. Four of its warps have the states, four the outputs:
 //
-//     warps 0 to 3, 16 numbers each                  warps 4 to 7, 16 steps i each
+//     warps 0 to 3, 16 channels each                 warps 4 to 7, 16 steps i each
 //         states S to shared memory, in 16 bits          C·Bᵀ, and its decays and step sizes, masked
 //         ------------------------- the states are there -------------------------
 //         S_end: xᵀ, scaled in registers, times B        C·Sᵀ, its rows scaled, and the masked C·Bᵀ times x; out
 //
-// Every eight chunks each warp computes the decays and step sizes of one of the next eight. Decays are exponents of differences of
-// sums, which are never positive where i ≥ j.
+// Every eight chunks each warp computes the decays and step sizes of one of the next eight. Decays are exponentials of
+// differences of prefix sums, which are not positive for i ≥ j if A ≤ 0 and dt ≥ 0.
 #include "../common/barrier.cuh"
 #include "running_states.cuh"
 
@@ -51,9 +51,10 @@ struct Forward {
     Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES);
 
     const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16;
-    const int first_number = int(blockIdx.x) * SIZE, numbers = int(sizes.head_size) - first_number;
-    const int head = blockIdx.y, group = head / (int(sizes.heads) / int(sizes.groups));
-    const int batch = int(blockIdx.z) / int(sizes.sequences), sequence = int(blockIdx.z) % int(sizes.sequences);
+    const Walk walk{sizes, (int(sizes.head_size) + SIZE - 1) / SIZE};
+    const int batch = walk.batch, sequence = walk.sequence, head = walk.head;
+    const int first_number = walk.tile * SIZE, numbers = int(sizes.head_size) - first_number;
+    const int group = head / (int(sizes.heads) / int(sizes.groups));
     const SequenceRange range = sequence_range<CHUNK>(sizes, args.cu_seqlens, sequence);
     const int chunks = (range.end - range.begin + CHUNK - 1) / CHUNK, state_size = int(sizes.state_size);
 
@@ -135,7 +136,7 @@ struct Forward {
     __device__ static int after(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
     __device__ int steps_of(int i) const { return i < chunks ? smaller(range.end - range.begin - i * CHUNK, CHUNK) : 0; }
 
-    // Once all warps are done with the chunk before: wait for this one's tiles, and load those of a later one.
+    // Wait for chunk i's tiles and for all warps; start the copies of chunk i + STAGES - 1, of i itself if STAGES is 1.
     __device__ void begin_chunk(int i, int stage) {
         if constexpr (STAGES == 1) {
             __syncthreads();
@@ -213,12 +214,14 @@ struct Forward {
     // Of four words that each of four neighbouring lanes has, word `lane % 4` of all four lanes.
     __device__ static uint4 transposed(unsigned a, unsigned b, unsigned c, unsigned d) {
         const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-        const unsigned from_a = __shfl_xor_sync(FULL_WARP, odd ? a : b, 1), from_c = __shfl_xor_sync(FULL_WARP, odd ? c : d, 1);
+        const unsigned from_a = __shfl_xor_sync(FULL_WARP, odd ? a : b, 1);
+        const unsigned from_c = __shfl_xor_sync(FULL_WARP, odd ? c : d, 1);
         const unsigned a1 = odd ? from_a : a, b1 = odd ? b : from_a, c1 = odd ? from_c : c, d1 = odd ? d : from_c;
-        const unsigned first = __shfl_xor_sync(FULL_WARP, high ? a1 : c1, 2), second = __shfl_xor_sync(FULL_WARP, high ? b1 : d1, 2);
+        const unsigned first = __shfl_xor_sync(FULL_WARP, high ? a1 : c1, 2);
+        const unsigned second = __shfl_xor_sync(FULL_WARP, high ? b1 : d1, 2);
         return high ? make_uint4(first, second, c1, d1) : make_uint4(a1, b1, first, second);
     }
-    // A lane stores 16 bytes of each row: it has the columns of its place among the four lanes that share the row.
+    // Four lanes share a row: after transposing, each stores one piece of 16 bytes in each 32 columns.
     __device__ void store(const float (&y)[SIZE / 8][4], int i) const {
         const int own = row + lane_row(), piece = lane % 4 * PIECE;
         const i64 step = i64(batch) * sizes.time + range.begin + i * CHUNK + own, of_step = sizes.heads * sizes.head_size;

@@ -119,6 +119,11 @@ class SSDScanProblem:
         return self.heads // self.groups
 
     @property
+    def split_heads(self) -> int:
+        """Heads of a split, in the direction ``backward``."""
+        return -(-self.group_heads // self.splits)
+
+    @property
     def short_strides(self) -> tuple[int, ...]:
         """Those of steps, heads and groups."""
         names = stride_names(self.direction)

@@ -1,6 +1,7 @@
-// A head's states as they run along time, in the registers of four warps: SIZE numbers, 16 a warp, and COLUMNS states of each.
+// A head's states as they run along time, in the registers of four warps: SIZE channels, 16 a warp, with COLUMNS states each.
 #pragma once
-#include "tile.cuh"
+#include "products.cuh"
+#include "steps.cuh"
 
 template <int COLUMNS>
 struct RunningStates {

@@ -57,6 +57,7 @@ _WARPS: dict[Direction, int] = {"forward": 8, "states": 4, "adjoint": 4, "backwa
 _STAGES = (1, 2)
 #: So few CTAs leave SMs empty, with tiles of half the states twice as many.
 _FEW_CTAS = 200
+_MOST_CTAS = 2**31 - 1, 65_535, 65_535
 
 #: Kernels' pointers, those that they read first; and their sources.
 POINTERS: dict[Direction, tuple[str, ...]] = {
@@ -97,21 +98,29 @@ def _kind_mismatch(variant: Variant, problem: SSDScanProblem) -> str | None:
 
 
 def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
-    if reason := _kind_mismatch(variant, problem):
+    if reason := _kind_mismatch(variant, problem) or _size_mismatch(problem):
         return reason
+    columns = variant.number("states")
+    of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
+    if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
+        return f"{of_CTA} states of a CTA; its tile has {columns}"
+    if any(count > most for count, most in zip(_grid(variant, problem), _MOST_CTAS, strict=True)):
+        return "more CTAs than a grid has"
+    return None
+
+
+def _size_mismatch(problem: SSDScanProblem) -> str | None:
     sizes = {"heads of a size": (problem.head_size, MOST_SIZE)}
     sizes["a number of states"] = (problem.state_size, MOST_STATES)
     for words, (count, most) in sizes.items():
         if count % PIECE or count > most:
             return f"{words} of {count}; accepted are multiples of {PIECE} up to {most}"
-    columns = variant.number("states")
-    of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
-    if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
-        return f"{of_CTA} states of a CTA; its tile has {columns}"
     if problem.time >= 2**31:
         return f"{problem.time} steps; they are counted in 32 bits"
     if any(abs(stride) >= MOST_STRIDE for stride in problem.short_strides):
         return f"a stride of steps, heads or groups from {MOST_STRIDE} elements on"
+    if problem.direction == "backward" and problem.split_heads > MOST_HEADS:
+        return f"{problem.split_heads} heads of a CTA; it has memory for {MOST_HEADS}"
     return None
 
 
@@ -122,11 +131,9 @@ def _walks(problem: SSDScanProblem, columns: int) -> int:
 
 
 def _grid(variant: Variant, problem: SSDScanProblem) -> tuple[int, int, int]:
-    columns, sizes = variant.number("states"), -(-problem.head_size // SIZE)
     if problem.direction == "backward":
-        return problem.slots, problem.groups * problem.splits, problem.batch * problem.blocks
-    tiles = 1 if problem.direction == "forward" else -(-problem.state_size // columns)
-    return sizes * tiles, problem.heads, problem.batch * max(1, problem.sequences)
+        return problem.slots * problem.batch, problem.groups * problem.splits, problem.blocks
+    return _walks(problem, variant.number("states")), 1, 1
 
 
 def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
@@ -223,7 +230,7 @@ def _kernel(direction: Direction) -> Kernel:
 
 
 def _sample(direction: Direction, dtype: str) -> Sample:
-    batch, time, heads, size, states = 8, 2048, 80, 64, 128
+    batch, time, heads, size, states = 8, 2048, 32, 64, 64
     strides_of = {
         "x": (time * heads * size, heads * size, size),
         "dt": (time * heads, heads, 1),
@@ -241,6 +248,7 @@ def _sample(direction: Direction, dtype: str) -> Sample:
         state_size=states,
         strides=tuple(stride for name in STRIDED[direction] for stride in strides_of[name]),
         softplus=True,
+        block=SMALL_BLOCK,
     )
     return Sample(problem, dtype, "aligned")
 

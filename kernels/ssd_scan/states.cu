@@ -4,9 +4,11 @@
 //     G_begin = exp(Σ dt·A)·G_end + Σ_i exp(Σ_{t≤i} dt_t·A)·dy_i ⊗ C_i
 // and what is kept is the gradient of the state after each chunk.
 //
-// Traffic of a step and head: SIZE elements of x or dy, and SIZE · state_size / 64 of states. B and C come from the L2.
+// Traffic of a step and head: SIZE elements of x or dy, once for each tile of STATES states, and SIZE · state_size / 64 of
+// states. B and C come from the L2.
 //
-// A CTA of four warps has SIZE numbers of one head and STATES of its states, in registers: a warp has 16 × STATES. For each chunk:
+// A CTA of four warps has SIZE channels of one head and STATES states of each, in registers: a warp has 16 × STATES. For each
+// chunk:
 //
 //     load    x and B, STAGES - 1 chunks ahead
 //     keep    the state, in 16 bits
@@ -41,20 +43,21 @@ struct States {
     float* const all_weights = reinterpret_cast<float*>(tile_memory() + STAGES * STAGE + kept.BYTES);
     float* const decays = all_weights + WARPS * CHUNK;  // over each of WARPS chunks
 
-    // The CTA's numbers of a head and states; and its head and sequence.
+    // The CTA's channels and states, and its head and sequence.
     const int lane = threadIdx.x % 32, warp = warp_number(), row = 16 * warp;
     const int state_tiles = (int(sizes.state_size) + STATES - 1) / STATES;
-    const int first_number = int(blockIdx.x) / state_tiles * SIZE, first_column = int(blockIdx.x) % state_tiles * STATES;
+    const Walk walk{sizes, (int(sizes.head_size) + SIZE - 1) / SIZE * state_tiles};
+    const int batch = walk.batch, sequence = walk.sequence, head = walk.head;
+    const int first_number = walk.tile / state_tiles * SIZE, first_column = walk.tile % state_tiles * STATES;
     const int numbers = int(sizes.head_size) - first_number, columns = int(sizes.state_size) - first_column;
-    const int head = blockIdx.y, group = head / (int(sizes.heads) / int(sizes.groups));
-    const int batch = int(blockIdx.z) / int(sizes.sequences), sequence = int(blockIdx.z) % int(sizes.sequences);
+    const int group = head / (int(sizes.heads) / int(sizes.groups));
     const SequenceRange range = sequence_range<CHUNK>(sizes, args.cu_seqlens, sequence);
     const int chunks = (range.end - range.begin + CHUNK - 1) / CHUNK;
 
     const Copier<CHUNK, SIZE, THREADS> x{args.x.at(batch, range.begin, head) + first_number, args.x.time, numbers};
     const Copier<CHUNK, STATES, THREADS> B{args.B.at(batch, range.begin, group) + first_column, args.B.time, columns};
 
-    // Where the lane's first piece of the states before the next chunk goes, and from one chunk and four rows to the next.
+    // Where the lane's next piece of a state is stored; elements to the next chunk, and to the row ROWS_APART further.
     enum : int { PIECES = STATES / PIECE, ROWS_APART = 32 / PIECES };
     const int kept_row = row + lane / PIECES, kept_column = lane % PIECES * PIECE;
     const i64 of_chunk = i64(sizes.heads) * sizes.head_size * sizes.state_size;

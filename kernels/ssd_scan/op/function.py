@@ -88,28 +88,29 @@ def ssd_scan(
         x: (batch, time, heads, P), float32, bfloat16, float16 or float64, with any strides.
         dt: (batch, time, heads). In the default limits, a negative step size becomes 0.
         A: (heads,), negative.
-        B: (batch, time, groups, N); group g is for the heads / groups heads from g·heads / groups on.
+        B: (batch, time, groups, N); each group serves heads / groups consecutive heads.
         C: like ``B``.
         D: (heads,) or (heads, P).
         z: Like ``x``.
         dt_bias: (heads,).
-        dt_softplus: Whether δ is softplus of the sum, which is the sum itself where that exceeds 20.
+        dt_softplus: Whether δ is softplus(dt + dt_bias), taken as dt + dt_bias above 20.
         dt_limit: The least and the greatest δ.
         initial_state: (batch, heads, P, N); with ``cu_seqlens`` (batch, sequences, heads, P, N). Zeros by default.
-        seq_idx: (batch, time), int32 or int64. A step whose number differs from the step's before starts from a zero state;
+        seq_idx: (batch, time), int32 or int64. A step whose number differs from the previous step's starts from a zero state;
             the first step of a sequence starts from the initial state.
         cu_seqlens: Sequences packed along time: the (sequences + 1,) offsets of their first steps, int32 or int64, from
             0 to ``time``, which hold for the whole batch. A sequence may be empty. Each has a state of its own.
-        return_final_state: Whether to return the state after the last step, too, or after each sequence.
-        chunk_size: Steps that are computed at once where torch's matrix products compute; kernels choose by themselves.
-            It changes results by rounding only.
-        backend: "auto", or "cuda" or "triton" for a kernel in that language, or "reference" for plain torch.
+        return_final_state: Whether to return the final state, too; with ``cu_seqlens`` one for each sequence.
+        chunk_size: Steps of a chunk where torch's matrix products compute; kernels ignore it. It changes results by rounding
+            only.
+        backend: "auto", "cuda" for the kernels, or "reference" for plain torch. "triton" is accepted, but has no kernel.
 
     Returns:
         The output, with the shape and dtype of ``x``; with ``return_final_state`` also the final state, of the shape of
         ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times and in
-        both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative; all else is composed
-        of torch's matrix products, chunk by chunk, with sums and states in float32.
+        both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative, if P is at most 128, N
+        at most 256, and both are multiples of 8; all else is composed of torch's matrix products, chunk by chunk, with
+        states in float32.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.

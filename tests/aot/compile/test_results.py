@@ -77,7 +77,7 @@ RELEASES = [Target.parse(arch) for arch in RELEASED]
 #: Those for which NVRTC makes the same PTX.
 LIKE_80 = [Target.parse(arch) for arch in ("sm80", "sm86", "sm89", "sm90", "ptx80")]
 #: Kernels whose source asks whether it is compiled for 9.0.
-OF_ITS_OWN_ON_90 = ("causal_conv1d.time_last_backward:cuda",)
+OF_ITS_OWN_ON_90 = ("causal_conv1d.time_last_backward:cuda", "ssd_scan.forward:cuda")
 
 
 IN_CUDA = [k for item in families().values() for k in item.kernels if k.language == "cuda"]
