@@ -99,6 +99,7 @@ outputs = [
     scan_registry.causal_conv1d(x, filters),
     scan_registry.causal_conv1d_update(step, torch.rand(2, 8, 3), filters.detach()),
     scan_registry.selective_scan(x, x, *scan),
+    scan_registry.ssd_scan(rand(2, 12, 2, 4), rand(2, 12, 2), -rand(2), *(rand(2, 12, 1, 3) for _ in "BC")),
     scan_registry.selective_state_update(state, step, step, *(torch.rand(n, 3) for n in (8, 2, 2))),
     compat.accelerated_scan.warp.scan(rand(2, 8, 32), rand(2, 8, 32)),
     compat.mamba_ssm.selective_scan_fn(x, x, *scan),
@@ -106,7 +107,8 @@ outputs = [
 ]
 OF_TWO_SIZES = ("GRU", "LSTM", "RNN", "SLSTM", "LRU", "S5", "RGLRU")
 for name in nn.__all__:
-    module = getattr(nn, name)(*[8] * (2 if name in OF_TWO_SIZES else 1))
+    options = {"headdim": 4} if name == "Mamba2" else {}
+    module = getattr(nn, name)(*[8] * (2 if name in OF_TWO_SIZES else 1), **options)
     result = module(rows)
     outputs.append(result[0] if isinstance(result, tuple) else result)
 

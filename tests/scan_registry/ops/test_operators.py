@@ -214,7 +214,9 @@ def test_explain_knows_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     messages = capsys.readouterr().out
     families = "linear_scan, causal_conv1d, gated_scan, rnn, scale, selective_scan"
     assert f"one of {families}" in " ".join(messages.split())
-    assert "of linear_scan, gated_scan, scale: scan from the end" in messages
+    assert "of linear_scan, gated_scan: scan from the end; of scale: backwards" in " ".join(
+        messages.split()
+    )
     function = scan_registry.scale  # type: ignore[attr-defined]
     assert "scale" in dir(scan_registry)
     assert function is operators()["scale"].function

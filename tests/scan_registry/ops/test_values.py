@@ -137,6 +137,8 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "nn.HGRN": module(nn.HGRN(3), features=3),
         "nn.HGRN.step": module(nn.HGRN(3), "step", features=3),
         "nn.LRU": module(nn.LRU(4, 4)),
+        "nn.Mamba2": (nn.Mamba2(4, 4, headdim=4).forward, {"u": torch.rand(1, T, 4)}),
+        "nn.Mamba2 seq_idx": (nn.Mamba2(4, 4, headdim=4).forward, {"u": torch.rand(B, T, 4)}),
         "nn.MinGRU": module(nn.MinGRU(4)),
         "nn.MinLSTM": module(nn.MinLSTM(4)),
         "nn.RGLRU": module(nn.RGLRU(4, 2)),
