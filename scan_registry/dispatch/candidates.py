@@ -37,7 +37,7 @@ from scan_registry.kernels.model import (
 Backend = Literal["auto", "cuda", "triton", "reference"]
 Key = tuple[str, str]
 BACKENDS: tuple[Backend, ...] = ("auto", "cuda", "triton", "reference")
-MOST_BLOCKS = 2**31 - 1  # along x, on every GPU
+MOST_BLOCKS = 2**31 - 1, 65_535, 65_535  # on every GPU
 
 
 @dataclass(frozen=True)
@@ -291,8 +291,9 @@ def _filled(system: System, problem: Problem, candidate: Candidate) -> Candidate
     if reason := _unsolved(kernel, candidate, variant, problem, device):
         return reason
     launch = kernel.launch(variant, problem, device.sm_count)
-    if (blocks := launch.grid[0]) > MOST_BLOCKS:
-        return f"{blocks} blocks; a grid holds {MOST_BLOCKS}"
+    if any(count > most for count, most in zip(launch.grid, MOST_BLOCKS, strict=True)):
+        words = (" × ".join(map(str, sizes)) for sizes in (launch.grid, MOST_BLOCKS))
+        return "{} blocks; a grid holds {}".format(*words)
     binary = entry.binary if entry else None
     if binary and (reason := system.denied.get(binary.sha256) or misfit(binary, device)):
         return reason

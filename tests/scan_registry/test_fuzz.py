@@ -229,7 +229,8 @@ def consult(path: Path, device: Device) -> list[bytes]:
             f"{loser.subject}: {loser.reason}".encode()
         winner, launch = decision.winner, decision.launch()
         if launch is not None:
-            assert all(1 <= blocks <= MOST_BLOCKS for blocks in launch.grid)
+            pairs = zip(launch.grid, MOST_BLOCKS, strict=True)
+            assert all(1 <= blocks <= most for blocks, most in pairs)
             assert launch.workspace >= 0
         if winner is not None and winner.archive is not None and winner.binary is not None:
             winner.binary.entry.encode()
