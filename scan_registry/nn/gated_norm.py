@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from scan_registry.nn.exports import Exports
+from scan_registry.ops.checks import as_bool
 
 Device = torch.device | str | int | None
 
@@ -40,10 +42,13 @@ def gated_norm(
         centered: whether the mean is subtracted.
 
     Raises:
-        ValueError: a shape does not fit, or ``group_size`` does not divide the features.
+        TypeError: an argument is of the wrong type, or a tensor is not of a floating-point dtype.
+        ValueError: a shape or a device does not fit, ``eps`` is negative or not finite, or ``group_size`` does not divide the
+            features.
     """
+    _check_tensors(x, weight, bias, z)
+    _check_options(eps, group_size, norm_before_gate)
     features = x.shape[-1] if x.dim() else 0
-    _check_shapes(x, weight, bias, z)
     size = features if group_size is None else group_size
     if size < 1 or features % size:
         raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
@@ -63,14 +68,41 @@ def gated_norm(
     return y.to(x.dtype)
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None) -> None:
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; accepted is a tensor")
     features = tuple(x.shape[-1:])
-    expected = {"weight": (weight, features), "bias": (bias, features), "z": (z, tuple(x.shape))}
+    expected = {
+        "x": (x, tuple(x.shape)),
+        "weight": (weight, features),
+        "bias": (bias, features),
+        "z": (z, tuple(x.shape)),
+    }
     for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
+        if tensor is None and name in ("bias", "z"):
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; accepted is a tensor")
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} has dtype {tensor.dtype}; accepted are floating-point dtypes")
+        if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)}; for x of shape {tuple(x.shape)} it must be {shape}"
             )
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, and x on {x.device}")
+
+
+def _check_options(eps: float, group_size: int | None, norm_before_gate: bool) -> None:
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"eps is a {type(eps).__name__}; accepted is a number")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps is {eps}; accepted are finite numbers from 0 on")
+    if group_size is not None and (not isinstance(group_size, int) or isinstance(group_size, bool)):
+        raise TypeError(
+            f"group_size is a {type(group_size).__name__}; accepted are an int and None"
+        )
+    as_bool("norm_before_gate", norm_before_gate)
 
 
 class GroupNorm(Exports):
@@ -100,6 +132,7 @@ class GroupNorm(Exports):
             raise ValueError(
                 f"group_size should divide hidden_size, got: {group_size} and {hidden_size}"
             )
+        _check_options(eps, group_size, norm_before_gate)
         super().__init__()
         self.hidden_size = hidden_size
         self.eps = eps

@@ -120,7 +120,7 @@ class Mamba2(GeneratingBlock):
         )
         flags = {"D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm, "norm_before_gate": norm_before_gate}
         check_options(dt_min, dt_max, bias=bias, conv_bias=conv_bias, **flags)
-        check_ranges(conv_init, A_init_range, dt_limit)
+        check_ranges(conv_init, A_init_range, dt_limit, dt_init_floor)
         check_split(int(expand * d_model), d_ssm, headdim, ngroups)
         super().__init__()
         self.d_model = d_model

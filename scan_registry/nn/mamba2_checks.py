@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def check_ranges(conv_init: Any, A_init_range: Any, dt_limit: Any) -> None:
+def check_ranges(conv_init: Any, A_init_range: Any, dt_limit: Any, dt_init_floor: Any) -> None:
     """Refuse what is no pair of numbers, no range, or out of range."""
     if conv_init is not None and not _is_number(conv_init):
         raise TypeError(f"conv_init should be a number or None, got: {conv_init!r}")
     if conv_init is not None and not 0 <= conv_init < math.inf:
         raise ValueError(f"conv_init should be 0 or more, got: {conv_init!r}")
+    if not _is_number(dt_init_floor):
+        raise TypeError(f"dt_init_floor should be a number, got: {dt_init_floor!r}")
+    if not 0 < dt_init_floor < math.inf:
+        raise ValueError(f"dt_init_floor should be above 0, got: {dt_init_floor!r}")
     for name, pair in {"A_init_range": A_init_range, "dt_limit": dt_limit}.items():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise TypeError(f"{name} should be two numbers, got: {pair!r}")

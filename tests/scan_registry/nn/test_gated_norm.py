@@ -110,6 +110,26 @@ def test_constructors_refuse(options: dict[str, Any], error: type[Exception], wo
         nn.RMSNormGated(**{"hidden_size": 4} | options)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "words"),
+    [
+        ((torch.ones(2, 4, dtype=torch.int64),), {}, TypeError, "x has dtype torch.int64"),
+        ((torch.ones(2, 4, dtype=torch.complex64),), {}, TypeError, "x has dtype torch.complex64"),
+        ((None,), {}, TypeError, "x is a NoneType"),
+        ((torch.ones(2, 4), 1), {}, TypeError, "z is a int"),
+        ((torch.ones(2, 4), torch.ones(2, 4, device="meta")), {}, ValueError, "z is on meta"),
+        ((torch.ones(2, 4),), {"eps": "a"}, TypeError, "eps is a str"),
+        ((torch.ones(2, 4),), {"eps": -1.0}, ValueError, "eps is -1.0"),
+        ((torch.ones(2, 4),), {"norm_before_gate": "no"}, TypeError, "norm_before_gate is 'no'"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: Any, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        nn.RMSNormGated(4, **options)(*arguments)
+
+
 def test_shapes_that_do_not_fit() -> None:
     norm, x = nn.RMSNormGated(4), torch.zeros(2, 4)
     with pytest.raises(

@@ -50,7 +50,7 @@ def layernorm_fn(
         *(x, weight, bias, z),
         eps=eps,
         group_size=group_size,
-        norm_before_gate=bool(norm_before_gate),
+        norm_before_gate=norm_before_gate,
         centered=not is_rms_norm,
     )
 
