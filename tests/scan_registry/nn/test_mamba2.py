@@ -336,14 +336,23 @@ class TestOnAGpu:
         exact = copy.deepcopy(m).double().cpu()
         hidden = torch.randn(3, 150, 64, device="cuda").to(dtype).requires_grad_()
         wide_hidden = hidden.detach().double().cpu().requires_grad_()
-        outputs, expected = m(hidden), block(exact, wide_hidden)
+        # The module on the CPU, by torch's functions: gradients of few numbers that are sums over all steps err by more.
+        plain, plain_hidden = copy.deepcopy(m).cpu(), hidden.detach().cpu().requires_grad_()
+        expected = block(exact, wide_hidden)
         weight = torch.randn_like(expected)
-        (outputs * weight.to(outputs)).sum().backward()
         (expected * weight).sum().backward()
-        pairs: list[tuple[Any, Any]] = [(outputs, expected), (hidden.grad, wide_hidden.grad)]
-        pairs += [(p.grad, q.grad) for p, q in zip(m.parameters(), exact.parameters(), strict=True)]
-        for one, other in pairs:
-            assert float(((one.double().cpu() - other).norm() / other.norm()).detach()) <= tolerance
+        results: list[list[Tensor]] = []
+        for module, x in ((m, hidden), (plain, plain_hidden)):
+            out = module(x)
+            (out * weight.to(out)).sum().backward()
+            gradients = [leaf.grad for leaf in (x, *module.parameters()) if leaf.grad is not None]
+            results.append([t.detach().double().cpu() for t in (out, *gradients)])
+        wanted = [expected, *(leaf.grad for leaf in (wide_hidden, *exact.parameters()))]
+        for right, ours, of_torch in zip(wanted, *results, strict=True):
+            assert right is not None
+            size = right.detach().norm()
+            errors = [float((result - right).norm() / size) for result in (ours, of_torch)]
+            assert errors[0] <= max(tolerance, 2 * errors[1])
 
     def test_steps_in_a_graph(self) -> None:
         m = nn.Mamba2(64, d_state=64, headdim=32, device="cuda")
