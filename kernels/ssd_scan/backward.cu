@@ -180,7 +180,7 @@ struct Backward {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const float raw = args.steps.value(steps.bits[k]) + args.steps.bias_of(head), size = args.steps.unlimited(raw);
-            const bool in = size >= args.steps.low && size <= args.steps.high;
+            const bool in = !(size < args.steps.low || size > args.steps.high);
             slope[k] = !in ? 0.f : args.steps.flags & SOFTPLUS ? sigmoid(raw) : 1.f;
         }
         steps.add_up(args.steps, range.steps, args.steps.A[head], args.steps.bias_of(head));

@@ -24,7 +24,8 @@ _LIKE = {"x_grad": "x", "dt_grad": "dt", "B_grad": "B", "C_grad": "C"}
 class Solution:
     """results  what kernels write, by name; ``A_grad``, ``D_grad``, ``B_grad`` and ``C_grad`` summed up
     occupied   of each slot, whether it holds a step
-    terms    of gradients that are sums over batch and time, the roots of the sums of their terms' squares
+    terms      of gradients that are sums over batch and time, the roots of the sums of their terms' squares: of steps, and of
+               A of chunks
     """
 
     results: dict[str, Tensor]
@@ -75,7 +76,8 @@ class _Problem:
             "final_state": _state(inputs, "initial_state", of_state),
             "initial_grad": _state(inputs, "final_grad", of_state),
         }
-        self.summands = {"A_grad": torch.zeros_like(self.deltas)}
+        # Of chunks, as kernels sum them up: what is computed of a chunk's state enters all of its steps.
+        self.summands = {"A_grad": torch.zeros(batch, slots, heads, dtype=torch.float64)}
 
     def solution(self) -> Solution:
         for number, (begin, end) in enumerate(self.spans):
@@ -93,7 +95,7 @@ class _Problem:
             for slot, first, last in reversed(chunks):
                 self.results["adjoints"][:, slot] = adjoint
                 states = self._states(self.results["states"][:, slot], first, last)
-                adjoint = self._back(states, adjoint, first, last)
+                adjoint = self._back(states, adjoint, slot, first, last)
             self.results["initial_grad"][:, number] = adjoint
         summands, results = self.summands, self.results
         results["dt_grad"] *= self.slopes
@@ -119,7 +121,9 @@ class _Problem:
             states.append(state)
         return states
 
-    def _back(self, states: list[Tensor], adjoint: Tensor, first: int, last: int) -> Tensor:
+    def _back(
+        self, states: list[Tensor], adjoint: Tensor, slot: int, first: int, last: int
+    ) -> Tensor:
         """The gradient of the state before these steps, from that of the state after them. Gradients are written."""
         results = self.results
         for t in reversed(range(first, last)):
@@ -132,7 +136,7 @@ class _Problem:
             results["C_grad"][:, t] = self._of_groups((grad.unsqueeze(-2) @ after).squeeze(-2))
             exponent_grad = (adjoint * before * self._gate(t)).sum((-1, -2))  # of δ·A
             results["dt_grad"][:, t] = (token_grad * x).sum(-1) + exponent_grad * self.A
-            self.summands["A_grad"][:, t] = exponent_grad * self.deltas[:, t]
+            self.summands["A_grad"][:, slot] += exponent_grad * self.deltas[:, t]
             adjoint = self._gate(t) * adjoint
         return adjoint
 

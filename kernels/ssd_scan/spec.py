@@ -57,7 +57,6 @@ _WARPS: dict[Direction, int] = {"forward": 8, "states": 4, "adjoint": 4, "backwa
 _STAGES = (1, 2)
 #: So few CTAs leave SMs empty, with tiles of half the states twice as many.
 _FEW_CTAS = 200
-_MOST_CTAS = 2**31 - 1, 65_535, 65_535
 
 #: Kernels' pointers, those that they read first; and their sources.
 POINTERS: dict[Direction, tuple[str, ...]] = {
@@ -104,8 +103,6 @@ def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
     of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
     if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
         return f"{of_CTA} states of a CTA; its tile has {columns}"
-    if any(count > most for count, most in zip(_grid(variant, problem), _MOST_CTAS, strict=True)):
-        return "more CTAs than a grid has"
     return None
 
 

@@ -63,7 +63,7 @@ struct StepInputs {
     }
     __device__ float bias_of(int h) const { return bias ? bias[h] : 0; }
     __device__ float unlimited(float raw) const { return flags & SOFTPLUS ? softplus(raw) : raw; }
-    __device__ float limited(float size) const { return fminf(fmaxf(size, low), high); }
+    __device__ float limited(float size) const { return size < low ? low : size > high ? high : size; }  // keeps NaN
 };
 
 // Stands for log2(0), the decay at a step where another sequence starts: exp2 of it is 0 in float32.

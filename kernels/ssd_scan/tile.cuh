@@ -58,9 +58,10 @@ struct Copier {
         row = piece * PIECE < columns ? own : HEIGHT;
         first = To{0}.at(own, piece * PIECE);
     }
-    // `rows` rows, zeros beyond, from `distance` elements further on.
+    // At most `rows` rows, zeros beyond, from `distance` elements further on.
     __device__ void copy(To tile, i64 distance, int rows) const {
         const Storage* source = from + distance;
+        rows = rows < HEIGHT ? rows : HEIGHT;  // so that columns that are not there stay zeros
 #pragma unroll
         for (int i = 0; i < HEIGHT / APART; i++, source += apart) {
             const unsigned own = APART % 8 ? first ^ (i * APART % 8 * 16) : first;

@@ -110,7 +110,8 @@ def ssd_scan(
         ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times and in
         both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative, if P is at most 128, N
         at most 256, and both are multiples of 8; all else is composed of torch's matrix products, chunk by chunk, with
-        states in float32.
+        states in float32. GPUs with less than 110 KB of shared memory for a CTA have no kernel for more than 128 states
+        forwards. In 16 bits, ``z`` and a ``D`` of (heads, P) apply to outputs that are rounded already.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.

@@ -90,9 +90,17 @@ def inputs_of(model: Arguments, copies: Sequence[str]) -> Callable[..., dict[str
         for name in (*copies, *gaps):
             # A new tensor, also where it lies without gaps but starts off the boundaries of 16 bytes.
             tensors[name] = tensors[name].clone(memory_format=torch.contiguous_format)
+        tensors["initial_state"] = _in_pairs(tensors["initial_state"])
         return tensors
 
     return pointers
+
+
+def _in_pairs(state: Tensor | None) -> Tensor | None:
+    """A state without gaps, whose pairs of numbers start on 8 bytes, as kernels load them; a copy where they do not."""
+    if state is None or (state.is_contiguous() and state.data_ptr() % 8 == 0):
+        return state
+    return state.clone(memory_format=torch.contiguous_format)
 
 
 # --- Forward ----------------------------------------------------------------------------------
@@ -188,7 +196,7 @@ def make_backward(*args: Any) -> Plan:
         *every, out_grad, final_grad = tensors
         arguments = Arguments(*every)
         pointers = inputs(arguments, out_grad)
-        pointers["final_grad"] = None if final_grad is None else final_grad.contiguous()
+        pointers["final_grad"] = _in_pairs(final_grad)
         pointers |= {name: new() for name, new in buffers.items()}
         for run in runs:
             run(pointers)

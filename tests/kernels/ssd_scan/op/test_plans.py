@@ -46,6 +46,7 @@ class Kernels:
             tensor = tensors.get(name)
             if tensor is not None and name != "dt" and name not in ("x", "B", "C", "out_grad"):
                 assert tensor.is_contiguous(), name
+                assert tensor.data_ptr() % 8 == 0 or tensor.dtype == torch.int32, name
         inputs = {name: tensors.get(name) for name in (*names, "C", "out_grad", "final_grad", "D")}
         shapes = {"x": (problem.heads, problem.head_size), "dt": (problem.heads,), "B": (problem.groups, problem.state_size)}  # fmt: skip
         shapes |= {"C": shapes["B"], "grad": shapes["x"]}
@@ -189,6 +190,17 @@ def test_gaps_in_what_kernels_take_without(kernels: Kernels, name: str) -> None:
     spread = torch.stack([problem[name]] * 2, -1)[..., 0]
     assert not spread.is_contiguous()
     torch.testing.assert_close(run(**{**problem, name: spread}), expected, rtol=0, atol=0)
+
+
+def test_states_off_eight_bytes_are_copied(kernels: Kernels) -> None:
+    problem = draw(1, 70, 4, 8, 1, 8, dtype=torch.bfloat16)
+    state = problem["initial_state"]
+    off = state.new_empty(state.numel() + 1)[1:].view(state.shape).copy_(state)
+    assert off.is_contiguous()
+    assert off.data_ptr() % 8
+    torch.testing.assert_close(
+        run(**{**problem, "initial_state": off}), run(**problem), rtol=0, atol=0
+    )
 
 
 def test_derivatives_of_derivatives_are_composed(kernels: Kernels) -> None:
