@@ -10,13 +10,20 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from scan_registry.kernels.selective_state_update.op.function import selective_state_update
-from scan_registry.nn.mamba_block import States, Weights, convolve_step, mapped, mix, projected
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
     check_options,
     check_ranks,
     check_sizes,
+)
+from scan_registry.nn.mamba_inner import (
+    States,
+    Weights,
+    convolve_and_scan,
+    convolve_step,
+    mapped,
+    projected,
 )
 from scan_registry.nn.mamba_states import Device, GeneratingBlock, remember, wide
 from scan_registry.nn.submodules import weights_of
@@ -183,7 +190,9 @@ class Mamba(GeneratingBlock):
             hidden_states, hidden_states.shape[0], inference_params, states
         )
         if before is None:
-            y, _ = mix(self._projected(hidden_states), self._weights(), backend=self.backend)
+            y, _ = convolve_and_scan(
+                self._projected(hidden_states), self._weights(), backend=self.backend
+            )
             return self._output(y.transpose(1, 2))
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self._step(hidden_states, *before)
@@ -224,7 +233,9 @@ class Mamba(GeneratingBlock):
         xz = self._projected(hidden_states)
         # Copies: what the backward pass needs must not change when the states do.
         before = States(conv_state[..., 1:].clone(), ssm_state.clone())
-        y, after = mix(xz, self._weights(), before=before, return_state=True, backend=self.backend)
+        y, after = convolve_and_scan(
+            xz, self._weights(), before=before, return_state=True, backend=self.backend
+        )
         assert after is not None
         with torch.no_grad():
             # One input more than the convolution looks back, as mamba_ssm keeps it.

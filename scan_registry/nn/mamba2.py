@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from scan_registry.nn import mamba2_block
+from scan_registry.nn import mamba2_inner
 from scan_registry.nn.gated_norm import RMSNormGated
-from scan_registry.nn.mamba2_block import Sizes, Weights
 from scan_registry.nn.mamba2_checks import (
     check_ranges,
     check_split,
@@ -18,13 +17,14 @@ from scan_registry.nn.mamba2_checks import (
     packed_sequences,
     unfolded,
 )
-from scan_registry.nn.mamba_block import States
+from scan_registry.nn.mamba2_inner import Sizes, Weights
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
     check_options,
     check_sizes,
 )
+from scan_registry.nn.mamba_inner import States
 from scan_registry.nn.mamba_states import Device, GeneratingBlock, remember, wide
 from scan_registry.nn.submodules import weights_of
 
@@ -256,7 +256,7 @@ class Mamba2(GeneratingBlock):
         weights, projected = self._weights(), self.in_proj(u)
         # Copies: what the backward pass needs must not change when the states do.
         earlier = None if before is None else before[0][..., 1:].clone()
-        y, after = mamba2_block.mix(
+        y, after = mamba2_inner.convolve_and_scan(
             *(projected, weights, self._sizes, self.norm if self.rmsnorm else None),
             earlier=earlier,
             initial_state=None if before is None else before[1].clone(),
@@ -288,7 +288,7 @@ class Mamba2(GeneratingBlock):
         return Weights(*conv, -torch.exp(wide(A_log)), D, dt_bias, self.dt_limit)
 
     def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
-        y = mamba2_block.step(
+        y = mamba2_inner.step(
             *(self.in_proj(hidden_states.squeeze(1)), self._weights(), self._sizes),
             *(self.norm if self.rmsnorm else None, States(conv_state, ssm_state)),
             backend=self.backend,

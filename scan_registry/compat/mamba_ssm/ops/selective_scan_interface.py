@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from scan_registry.compat.arguments import check_dense
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
-from scan_registry.nn.mamba_block import Norms, Weights, mix
+from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -291,7 +291,9 @@ def _inner(
         B_bias=B_proj_bias,
         C_bias=C_proj_bias,
     )
-    y, _ = mix(xz, weights, norms, delta_softplus=bool(delta_softplus), backend=backend)
+    y, _ = convolve_and_scan(
+        xz, weights, norms, delta_softplus=bool(delta_softplus), backend=backend
+    )
     bias = out_proj_bias
     if bias is not None and not torch.is_autocast_enabled(y.device.type):
         bias = bias.to(y.dtype)

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from scan_registry.compat.arguments import check_dense
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
-from scan_registry.nn.mamba2_block import Sizes, Weights, mix
+from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
 
@@ -196,7 +196,7 @@ def mamba_split_conv1d_scan_combined(
             norm_before_gate=bool(norm_before_gate),
         )
 
-    y, states = mix(
+    y, states = convolve_and_scan(
         zxbcdt,
         Weights(conv1d_weight, conv1d_bias, A, D, dt_bias, dt_limit),
         sizes,

@@ -13,7 +13,7 @@ from torch.nn.functional import silu, softplus
 
 from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
-from scan_registry.nn.mamba_block import Map, States, convolve, convolve_step
+from scan_registry.nn.mamba_inner import Map, States, convolve, convolve_step
 from scan_registry.nn.mamba_states import wide
 
 #: Of the scan's output and the gate, both (…, heads · head_size).
@@ -77,7 +77,7 @@ class Weights(NamedTuple):
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
 
-def mix(
+def convolve_and_scan(
     projected: Tensor,
     weights: Weights,
     sizes: Sizes,

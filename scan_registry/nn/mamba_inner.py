@@ -60,7 +60,7 @@ class States(NamedTuple):
     scan: Tensor
 
 
-def mix(
+def convolve_and_scan(
     xz: Tensor,
     weights: Weights,
     norms: Norms = NO_NORMS,
