@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scan_registry.kernels.linear_scan.op.distributed import linear_scan
     from scan_registry.kernels.linear_scan.op.distributed_summary import scan_summary
     from scan_registry.kernels.selective_scan.op.distributed import selective_scan
+    from scan_registry.kernels.ssd_scan.op.distributed import ssd_scan
 
 __all__ = [
     "causal_conv1d",
@@ -28,6 +29,7 @@ __all__ = [
     "linear_scan",
     "scan_summary",
     "selective_scan",
+    "ssd_scan",
 ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import scan_registry
 from scan_registry import distributed
 
-BATCH, CHANNELS, STATES, WIDTH, SEQUENCES = 1, 3, 2, 4, 4
+BATCH, CHANNELS, SIZE, STATES, WIDTH, SEQUENCES = 1, 3, 2, 2, 4, 4
 #: Lengths of three ranks' parts: without steps on the first, a middle or the last rank, on two, and on all.
 CUTS = ((0, 3, 4), (3, 0, 4), (4, 3, 0), (0, 0, 5), (0, 5, 0), (5, 0, 0), (0, 0, 0))
 
@@ -45,6 +45,15 @@ def _selective(function: Any, u: Any, delta: Any, B: Any, C: Any, A: Any, state:
     return function(u, delta, -A, B, C, initial_state=state, **how)
 
 
+def _dual(function: Any, x: Any, dt: Any, B: Any, C: Any, A: Any, state: Any, **how: Any) -> Any:
+    """Of tensors with time last, in place of second."""
+    x, dt, B, C = (t.movedim(-1, 1) for t in (x, dt, B, C))
+    results = function(x, dt, -A, B, C, initial_state=state, **how)
+    if isinstance(results, tuple):
+        return results[0].movedim(1, -1), results[1]
+    return results.movedim(1, -1)
+
+
 _DIRECTIONS: list[dict[str, Any]] = [{}, {"reverse": True}]
 _ROWS = BATCH, CHANNELS
 _STATES = _ROWS, (*_ROWS, SEQUENCES)
@@ -66,6 +75,13 @@ OPERATORS = {
         [(CHANNELS, STATES)],
         ((*_ROWS, STATES), (BATCH, SEQUENCES, CHANNELS, STATES)),
         _selective,
+        twice=False,
+    ),
+    "ssd_scan": Operator(
+        [(BATCH, CHANNELS, SIZE), _ROWS, (BATCH, 1, STATES), (BATCH, 1, STATES)],
+        [(CHANNELS,)],
+        ((*_ROWS, SIZE, STATES), (BATCH, SEQUENCES, CHANNELS, SIZE, STATES)),
+        _dual,
         twice=False,
     ),
     "causal_conv1d": Operator(

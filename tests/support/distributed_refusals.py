@@ -17,6 +17,7 @@ ARGUMENTS = {
     "linear_scan": ("gates", "tokens", "initial_state", "reset"),
     "gated_scan": ("inputs[0]", "inputs[3]", "initial_state", "reset"),
     "selective_scan": ("u", "A", "B", "initial_state"),
+    "ssd_scan": ("x", "A", "B", "initial_state"),
     "causal_conv1d": ("x", "weight", "bias", "seq_idx"),
     "scan_summary": ("gates", "tokens"),
 }
@@ -44,6 +45,11 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
         named = {"u": last, "delta": last, "A": -torch.rand(4, 3), "B": torch.rand(2, 3, 6)}
         named |= {"C": torch.rand(2, 3, 6), "initial_state": torch.rand(2, 4, 3)}
         return named, lambda given: distributed.selective_scan(**given, group=group)
+    if function == "ssd_scan":
+        named = {"x": torch.rand(2, 6, 4, 3), "dt": first, "A": -torch.rand(4)}
+        named |= {"B": torch.rand(2, 6, 2, 5), "C": torch.rand(2, 6, 2, 5)}
+        named["initial_state"] = torch.rand(2, 4, 3, 5)
+        return named, lambda given: distributed.ssd_scan(**given, group=group)
     if function == "causal_conv1d":
         named = {"x": last, "weight": torch.rand(4, 3), "bias": torch.rand(4)}
         named["seq_idx"] = torch.zeros(2, 6, dtype=torch.int32)

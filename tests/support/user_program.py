@@ -289,6 +289,11 @@ def over_ranks(gates: Tensor, tokens: Tensor, final: bool) -> Tensor:
     sizes, A, B = gates.abs(), -torch.ones(3, 4), torch.rand(2, 4, 8)
     out = distributed.selective_scan(tokens, sizes, A, B, B, group=group)
     assert_type(out, Tensor)
+    heads, D = torch.rand(2, 8, 3, 4), torch.ones(3)
+    of_heads = distributed.ssd_scan(
+        heads, heads[..., 0], -D, heads, heads, D, return_final_state=True, group=group
+    )
+    assert_type(of_heads, tuple[Tensor, Tensor])
     summary = distributed.scan_summary(gates, tokens, dim=-1)
     assert_type(summary, tuple[Tensor, Tensor])
     filters = torch.ones(tokens.shape[1], 4)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from scan_registry.base.environment import flag
 from scan_registry.kernels.ssd_scan import reference
@@ -76,11 +77,16 @@ OPERATOR = _Derivatives()
 def scan(arguments: Arguments, options: Options, outer: Outer) -> plans.Outputs:
     """The output, and the final state if it is asked for, of ``normalised`` arguments; differentiable."""
     out, final_state = OPERATOR(arguments, options)
-    if outer.D is not None or outer.z is not None:
-        wide = out.to(reference.compute_dtype(out.dtype))
-        skipped = wide if outer.D is None else wide + outer.D * arguments.x
-        out = reference.finished(skipped, arguments.x, None, outer.z)
-    return out, final_state
+    return with_outer(out, arguments.x, outer), final_state
+
+
+def with_outer(out: Tensor, x: Tensor, outer: Outer) -> Tensor:
+    """The operator's output with what torch's own operators compute of it."""
+    if outer.D is None and outer.z is None:
+        return out
+    wide = out.to(reference.compute_dtype(out.dtype))
+    skipped = wide if outer.D is None else wide + outer.D * x
+    return reference.finished(skipped, x, None, outer.z)
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[..., Any] | None:

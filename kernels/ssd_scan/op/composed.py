@@ -46,7 +46,7 @@ class Slots(NamedTuple):
 
 def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     """The output and the final state, of ``normalised`` arguments."""
-    with _in_full(arguments.x):
+    with in_full(arguments.x):
         return _forward(arguments, options)
 
 
@@ -64,11 +64,11 @@ def backward(
         inputs = Arguments._make([*leaves, *arguments[DIFFERENTIABLE:]])
         return zip(forward(inputs, options), (out_grad, final_grad), strict=True)
 
-    with _in_full(arguments.x):
+    with in_full(arguments.x):
         return gradients(arguments[:DIFFERENTIABLE], wanted, recompute)
 
 
-def _in_full(tensor: Tensor) -> AbstractContextManager[Any]:
+def in_full(tensor: Tensor) -> AbstractContextManager[Any]:
     """Without autocast, which would narrow the products."""
     kind = tensor.device.type
     if not torch.amp.is_autocast_available(kind):

@@ -130,13 +130,11 @@ def ssd_scan(
         outputs = fast_scan(tensors, how)
         if outputs is not None:
             return outputs if return_final_state else outputs[0]  # type: ignore[no-any-return]
-    call_sharded("ssd_scan", tensors, ())  # None, but rules for DTensors are loaded
-    out, final_state = scan(
-        *normalised(
-            x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size,
-            return_final_state, backend,
-        )
-    )  # fmt: skip
+    every = x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens
+    options = dt_softplus, dt_limit, chunk_size, return_final_state, backend
+    if (sharded := call_sharded("ssd_scan", every, options)) is not None:
+        return sharded  # type: ignore[no-any-return]
+    out, final_state = scan(*normalised(*every, *options))
     return out if final_state is None else (out, final_state)
 
 

@@ -33,12 +33,19 @@ def backward(*args: Any) -> Layout:
 
 
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
-    times = [1, 1, None, 1, 1, None, None, None, 1, None]
+    times = [1, 1, None, 1, 1, None, 1, None, None, 1, None]
     return [None if t is None else time for t, time in zip(tensors, times, strict=True)]
 
 
-def _layout(tensors: Sequence[Any], options: Sequence[Any]) -> None:
-    """No scan is cut along time over ranks."""
+def _layout(tensors: Sequence[Any], options: Sequence[Any]) -> Layout | None:
+    """Of all tensors with ``z``, and a ``D`` that may be (heads, P)."""
+    (B, _, D, z), seq_idx, final = tensors[3:7], tensors[9], options[3]
+    if seq_idx is not None or B.dim() != 4:
+        return None
+    letters, state, whole = _dual(*tensors[:6], *tensors[7:])
+    letters[5] = None if D is None else "c."[: D.dim()]
+    letters.insert(6, optional(z, "btc."))
+    return Layout(tuple(letters), ("btc.", state if final else None), "bc", whole)
 
 
 SHARDING = Sharding(

@@ -29,7 +29,9 @@ def test_shards_of_time_with_options(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["linear_scan", "gated_scan", "selective_scan", "causal_conv1d"])
+@pytest.mark.parametrize(
+    "name", ["linear_scan", "gated_scan", "selective_scan", "ssd_scan", "causal_conv1d"]
+)
 def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:
     ranks.run(RANKS, dtensors.check_two_dimensions, name, limit=120)
 

@@ -126,6 +126,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "distributed.gated_scan": (gated(distributed.gated_scan), hgrn),
         "distributed.linear_scan": (distributed.linear_scan, two),
         "distributed.selective_scan": (distributed.selective_scan, scan_arguments()),
+        "distributed.ssd_scan": (distributed.ssd_scan, dual_arguments()),
         "compat.causal_conv1d_fn": (of_convolutions.causal_conv1d_fn, batch),
         "compat.causal_conv1d_update": (of_convolutions.causal_conv1d_update, update),
         "compat.causal_conv1d_update cache_seqlens": (of_convolutions.causal_conv1d_update, ring),
