@@ -194,8 +194,8 @@ def _tiles(direction: Direction) -> tuple[Pins, ...]:
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """What a second CTA on an SM is worth: up to 40 bytes forwards, of four warps that the others wait for; and backwards, without
-    products of four warps, up to 24 bytes of what heads share."""
+    """Forwards up to 40 bytes a thread, for which a second CTA fits an SM; backwards up to 56 bytes where warps multiply alone, as
+    the gradients of B and C fill the registers."""
     if direction not in ("forward", "backward"):
         return frozenset()
     return frozenset(

@@ -33,9 +33,11 @@ class Slots(NamedTuple):
     """Where steps of sequences lie in chunks.
 
     total     number of slots
-    first     the first slot of each sequence, and their end; None if nothing is packed
-    sequence  the sequence of each slot, likewise
-    position  of each step, its place among the steps of all slots, likewise
+    first     (sequences + 1,): the first slot of each sequence, and the number of slots
+    sequence  (slots,): the number of the sequence that a slot belongs to
+    position  (time,): the index of each step when the steps of all slots are laid one after the other
+
+    The tensors are None if nothing is packed.
     """
 
     total: int

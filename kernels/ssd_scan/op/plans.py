@@ -30,7 +30,7 @@ Gradients = tuple[Tensor | None, ...]
 #: What a call does to its tensors.
 Plan = Callable[..., Any]
 #: Arguments that kernels take without gaps.
-_DENSE = ("A", "D", "dt_bias", "initial_state", "seq_idx", "cu_seqlens")
+_DENSE = ("A", "D", "dt_bias", "seq_idx", "cu_seqlens")
 
 
 def on_gpu(tensor: Tensor) -> bool:
