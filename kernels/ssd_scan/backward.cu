@@ -16,97 +16,19 @@
 // sums over states, so the caller adds up the blocks. B_grad, C_grad and Σ L·dt·X over the CTA's heads stay in registers. Eight
 // warps, 16 rows and half of the columns each:
 //
-//     score      L·(C·Bᵀ) to shared memory; X = dy·xᵀ, weighted, to Σ L·dt·X      (step i, step j)
-//     dot        dy·(C·Sᵀ) and x·(B·Gᵀ), for finish                              (step, channel)
-//     add        Sᵀ·dy to C_grad and Gᵀ·x to B_grad                              (step, state)
-//     combine    u and x_grad                                                    (step j, channel)
-//     finish     one warp: sums over the steps; dt_grad and the terms of A_grad and D_grad
-#include "products.cuh"
-#include "steps.cuh"
+//     masked_scores  L·(C·Bᵀ) to shared memory; X = dy·xᵀ, weighted, to Σ L·dt·X  (step i, step j)
+//     dot            dy·(C·Sᵀ) and x·(B·Gᵀ), for finish                          (step, channel)
+//     add            Sᵀ·dy to C_grad and Gᵀ·x to B_grad                          (step, state)
+//     combine        u and x_grad                                                (step j, channel)
+//     finish         one warp: sums over the steps; dt_grad and the terms of A_grad and D_grad
+#include "backward_chunk.cuh"
 
-enum : int {
-    CHUNK = 64,
-    WARPS = 8,
-    SIDES = 2,
-    PART = 64 / SIDES,  // steps or channels that a warp has, of 64
-    PART_TILES = PART / 8,
-    THREADS = 32 * WARPS,
-    MOST_HEADS = 32,              // of a CTA
-    WARP_STATES = STATES / SIDES,
-    STATE_TILES = WARP_STATES / 8,
-    INPUT = 2 * CHUNK * STATES,   // bytes of B, and of C
-    STAGE = 2 * 2 * SIZE * (CHUNK + STATES),
-    SQUARE = 2 * CHUNK * CHUNK,
-};
-
-struct Arguments {
-    Strided x, B, C, grad;
-    StepInputs steps;
-    const float* D;
-    const int* cu_seqlens;
-    const Storage *states, *adjoints;
-    Storage* x_grad;
-    float *dt_grad, *A_grad, *D_grad, *B_grad, *C_grad;
-    Sizes sizes;
-    i64 splits;
-};
-
-// Terms that warps compute of a head's steps, for `finish` to sum up.
-struct Terms {
-    float rows[SIDES][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
-    float diagonal[CHUNK];                    // of X
-    float begin[SIDES][CHUNK];                    // exp(s_i)·dy_i·S·C_i
-    float end[SIDES][CHUNK];                      // dt_j·w_j·x_j·G·B_j
-    float inside[SIDES][CHUNK];                   // x_j·u_j
-    float whole[WARPS];                       // S·G
-};
-
-struct Backward {
-    const Arguments& args;
-    const Sizes& sizes = args.sizes;
-
-    char* const memory = tile_memory();
-    const Tile<CHUNK, STATES> B{shared_address(memory)}, C{B.address + INPUT};
-    const unsigned stages = C.address + INPUT;
-    const Tile<CHUNK, CHUNK> square{stages + STAGES * STAGE};
-    const Tile<CHUNK, SIZE> output{square.address + SQUARE};
-    float* const all_sums = reinterpret_cast<float*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + 2 * CHUNK * SIZE);
-    float* const all_step_sizes = all_sums + MOST_HEADS * CHUNK;  // (head, step)
-    float* const slopes = all_step_sizes + MOST_HEADS * CHUNK;    // derivatives of the step sizes by dt + dt_bias
-    Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two head tiles, used in turn
-
-    const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16, side = warp / 4;
-    const int own = row + lane_row();  // the lane's first row of all products
-    const int slot = int(blockIdx.x % unsigned(sizes.slots)), batch = int(blockIdx.x / unsigned(sizes.slots));
-    const int splits = int(args.splits), state_block = blockIdx.z;
-    const int first_state = state_block * STATES, states_left = int(sizes.state_size) - first_state;
-    const int group = int(blockIdx.y) / splits, split = int(blockIdx.y) % splits;
-    const int group_heads = int(sizes.heads) / int(sizes.groups), per_cta = (group_heads + splits - 1) / splits;
-    const int first_head = group * group_heads + split * per_cta;
-    const int heads = smaller(group_heads - split * per_cta, per_cta);
-    const int head_size = int(sizes.head_size), head_tiles = (head_size + SIZE - 1) / SIZE, tiles = heads * head_tiles;
-    const ChunkRange range = chunk_range<CHUNK>(sizes, args.cu_seqlens, slot);
-
-    // Where the CTA's first head begins in each tensor.
-    const Storage *const first_x = args.x.at(batch, range.begin, first_head),
-                  *const first_grad = args.grad.at(batch, range.begin, first_head);
-    const i64 first_state_at =
-        ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size + first_state;
-    const i64 first_step = (state_block * sizes.batch + batch) * sizes.time + range.begin;  // of results that each block of states has its own copy of
-    Storage* const first_x_grad = args.x_grad + (first_step * sizes.heads + first_head) * sizes.head_size;
-
+struct Backward : BackwardChunk {
     float scores[PART_TILES][4];   // C·Bᵀ
     float weights[PART_TILES][4];  // Σ L·dt·X
     float B_grad[STATE_TILES][4], C_grad[STATE_TILES][4];
 
-    // The head tile that is worked on: its steps' sums and sizes in shared memory, and its terms.
-    struct Head {
-        int number, first;  // the head's index in the CTA; the tile's first channel of the head
-        const float *sums, *step_sizes;
-        Terms& terms;
-    };
-
-    __device__ explicit Backward(const Arguments& args) : args(args) {}
+    using BackwardChunk::BackwardChunk;
 
     __device__ void run() {
         if (heads == 0) return;
@@ -114,7 +36,7 @@ struct Backward {
         load_inputs();
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) load(i, i);
-        for (int h = warp; h < heads; h += WARPS) measure(h);
+        for (int h = warp; h < heads; h += WARPS) compute_decays(h);
         wait_for_copies<STAGES - 1>();
         meet();
         score_inputs();
@@ -133,61 +55,6 @@ struct Backward {
         __syncthreads();
         if (warp == 0) finish(head(tiles - 1));
         store_projections();
-    }
-
-    struct Tiles {
-        Tile<CHUNK, SIZE> x, grad;
-        Tile<SIZE, STATES> states, adjoints;
-    };
-    __device__ Tiles tiles_of(int stage) const {
-        const unsigned x = stages + stage * STAGE, grad = x + 2 * CHUNK * SIZE, states = grad + 2 * CHUNK * SIZE;
-        return {{x}, {grad}, {states}, {states + 2 * SIZE * STATES}};
-    }
-    __device__ Head head(int i) const {
-        const int h = head_tiles == 1 ? i : i / head_tiles;
-        return {h, (i - h * head_tiles) * SIZE, all_sums + h * CHUNK, all_step_sizes + h * CHUNK, terms[i % 2]};
-    }
-
-    __device__ void load_inputs() const {
-        Copier<CHUNK, STATES, THREADS>(args.B.at(batch, range.begin, group) + first_state, args.B.time, states_left)
-            .copy(B, 0, range.steps);
-        Copier<CHUNK, STATES, THREADS>(args.C.at(batch, range.begin, group) + first_state, args.C.time, states_left)
-            .copy(C, 0, range.steps);
-        commit_copies();
-    }
-    __device__ void load(int i, int stage) const {
-        if (i < tiles) {
-            const int head = head_tiles == 1 ? i : i / head_tiles, first = (i - head * head_tiles) * SIZE;
-            const int numbers = head_size - first, state_size = int(sizes.state_size);
-            const Tiles to = tiles_of(stage);
-            Copier<CHUNK, SIZE, THREADS>(first_x + (i64(head) * args.x.head + first), args.x.time, numbers)
-                .copy(to.x, 0, range.steps);
-            Copier<CHUNK, SIZE, THREADS>(first_grad + (i64(head) * args.grad.head + first), args.grad.time, numbers)
-                .copy(to.grad, 0, range.steps);
-            const i64 at = first_state_at + i64(head * head_size + first) * state_size;
-            Copier<SIZE, STATES, THREADS>(args.states + at, state_size, states_left).copy(to.states, 0, numbers);
-            Copier<SIZE, STATES, THREADS>(args.adjoints + at, state_size, states_left).copy(to.adjoints, 0, numbers);
-        }
-        commit_copies();
-    }
-
-    // Step sizes of a head, their slopes, and the sums of the decays' logarithms.
-    __device__ void measure(int h) const {
-        const int head = first_head + h;
-        LaneSteps<2> steps;
-        steps.load(args.steps, batch, range.sequence_begin, range.begin, range.steps, head);
-        float slope[2];
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            const float raw = args.steps.value(steps.bits[k]) + args.steps.bias_of(head), size = args.steps.unlimited(raw);
-            const bool in = !(size < args.steps.low || size > args.steps.high);
-            slope[k] = !in ? 0.f : args.steps.flags & SOFTPLUS ? sigmoid(raw) : 1.f;
-        }
-        steps.add_up(args.steps, range.steps, args.steps.A[head], args.steps.bias_of(head));
-        const int at = h * CHUNK + 2 * lane;
-        store_float2(all_sums + at, steps.sum[0], steps.sum[1]);
-        store_float2(all_step_sizes + at, steps.size[0], steps.size[1]);
-        store_float2(slopes + at, slope[0], slope[1]);
     }
 
     __device__ void score_inputs() {
@@ -212,7 +79,7 @@ struct Backward {
         close_products();
         multiply_states(of, from);
         wait_for_products<0>(products), wait_for_products<0>(y);
-        score(of, products);
+        masked_scores(of, products);
 
         begin_products();
         multiply<SIZE, false>(of_states, along_k(from.grad), across_k(from.states, column));
@@ -226,8 +93,8 @@ struct Backward {
         const float end0 = fast_exp2(total - of.sums[own]), end1 = fast_exp2(total - of.sums[own + 8]);
 #pragma unroll
         for (int p = 0; p < PART_TILES; p++) u[p][0] *= end0, u[p][1] *= end0, u[p][2] *= end1, u[p][3] *= end1;
-        const float size0 = of.step_sizes[own], size1 = of.step_sizes[own + 8];
-        dot(u, from.x, size0, size1, of.terms.end[side]);
+        const float dt0 = of.dt[own], dt1 = of.dt[own + 8];
+        dot(u, from.x, dt0, dt1, of.terms.end[side]);
 
         meet();  // the square is there
         begin_products();
@@ -235,8 +102,8 @@ struct Backward {
         multiply<SIZE, false>(of_states, along_k(from.x), across_k(from.adjoints, column));
         close_products();
         wait_for_products<0>(u), wait_for_products<0>(of_states);
-        add(B_grad, of_states, size0 * end0, size1 * end1);
-        combine(of, from, u, size0, size1);
+        add(B_grad, of_states, dt0 * end0, dt1 * end1);
+        combine(of, from, u, dt0, dt1);
     }
 
     // sums += scale · products, with a scale a row.
@@ -265,7 +132,7 @@ struct Backward {
     }
 
     // A warp's 16 steps i and PART steps j: L times C·Bᵀ to shared memory, and L·dt·X to the sum over heads.
-    __device__ void score(const Head& of, const float (&products)[PART_TILES][4]) {
+    __device__ void masked_scores(const Head& of, const float (&products)[PART_TILES][4]) {
         const unsigned to = square.moved(square.lane_of_sums(row), 0, PART * side);
         if (PART * side > row) {  // steps j after all steps i
 #pragma unroll
@@ -281,7 +148,7 @@ struct Backward {
         for (int j = 0; j < PART_TILES; j++) {
             const int column = PART * side + 8 * j + lane_column();
             const float2 sums = *reinterpret_cast<const float2*>(of.sums + column);
-            const float2 sizes = *reinterpret_cast<const float2*>(of.step_sizes + column);
+            const float2 dt = *reinterpret_cast<const float2*>(of.dt + column);
             const int block = PART * side + j / 2 * 16;  // first column of a block of 16 × 16
             float decayed[4];
 #pragma unroll
@@ -292,7 +159,7 @@ struct Backward {
                     if (distance < 0) decay = 0;
                     if (distance == 0) of.terms.diagonal[column + k % 2] = products[j][k], off_diagonal = 0;
                 }
-                const float weight = decay * (k % 2 ? sizes.y : sizes.x) * products[j][k];
+                const float weight = decay * (k % 2 ? dt.y : dt.x) * products[j][k];
                 weights[j][k] += weight;
                 decayed[k] = decay * scores[j][k];
                 const float term = weight * scores[j][k] * off_diagonal;
@@ -326,8 +193,8 @@ struct Backward {
     }
 
     // x_grad of a warp's 16 steps and PART channels.
-    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float size0,
-                            float size1) const {
+    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float dt0,
+                            float dt1) const {
         const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
         const int first = PART * side;
         const int head = first_head + of.number;
@@ -341,10 +208,10 @@ struct Backward {
             const unsigned grad0 = load_pair(grad.address + upper), grad1 = load_pair(grad.address + lower);
             dot0 += u[p][0] * low_of(x0) + u[p][1] * high_of(x0);
             dot1 += u[p][2] * low_of(x1) + u[p][3] * high_of(x1);
-            store_pair(output.address + upper, size0 * u[p][0] + skip * low_of(grad0),
-                       size0 * u[p][1] + skip * high_of(grad0));
-            store_pair(output.address + lower, size1 * u[p][2] + skip * low_of(grad1),
-                       size1 * u[p][3] + skip * high_of(grad1));
+            store_pair(output.address + upper, dt0 * u[p][0] + skip * low_of(grad0),
+                       dt0 * u[p][1] + skip * high_of(grad0));
+            store_pair(output.address + lower, dt1 * u[p][2] + skip * low_of(grad1),
+                       dt1 * u[p][3] + skip * high_of(grad1));
         }
         dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
         if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;
@@ -359,11 +226,6 @@ struct Backward {
             if (stored + r < range.steps && of.first + piece < head_size)
                 *reinterpret_cast<uint4*>(to + r * step) = load_piece(lane_output + r * output.ROW);
         __syncwarp();
-    }
-
-    // Index of the chunk's term of a head's A_grad and D_grad.
-    __device__ i64 term_at(int head) const {
-        return ((state_block * sizes.batch + batch) * sizes.slots + slot) * sizes.heads + head;
     }
 
     // By one warp: a lane has steps 2 · lane and the next.
@@ -403,7 +265,7 @@ struct Backward {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int t = 2 * lane + k;
-            A_grad += of.step_sizes[t] * exponent_grads[k];
+            A_grad += of.dt[t] * exponent_grads[k];
             if (t >= range.steps) continue;
             float* const to = args.dt_grad + (first_step + t) * sizes.heads + head;
             *to = (again ? *to : 0) + slopes[of.number * CHUNK + t] * (inside[k] + A * exponent_grads[k]);

@@ -37,7 +37,7 @@ struct Arguments {
 // The steps of eight chunks.
 struct Steps {
     float sums[WARPS][CHUNK];     // of the decays' logarithms
-    float sizes[WARPS][CHUNK];
+    float dt[WARPS][CHUNK];
     float weights[WARPS][CHUNK];  // of what steps add to the state after the chunk
     float decays[WARPS];          // over the chunk
 };
@@ -98,7 +98,7 @@ struct Forward {
         for (int i = 0; i < chunks; i++, stage = after(stage)) {
             begin_chunk(i, stage);
             uint4 weights[CHUNK / 16];
-            score(weights, stage, steps.sums[i % WARPS], steps.sizes[i % WARPS]);
+            masked_weights(weights, stage, steps.sums[i % WARPS], steps.dt[i % WARPS]);
             const Tile<CHUNK, SIZE> x_tile = this->x_tile(stage);
             const float* const own_sum = steps.sums[i % WARPS] + row + lane_row();
             const float before0 = fast_exp2(own_sum[0]), before1 = fast_exp2(own_sum[8]);
@@ -145,7 +145,7 @@ struct Forward {
         wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
         meet();
         if (i % WARPS == 0) {
-            measure(i);
+            compute_decays(i);
             __syncthreads();
         }
         if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
@@ -159,14 +159,14 @@ struct Forward {
         }
         commit_copies();
     }
-    // The steps of chunk i + warp.
-    __device__ void measure(int i) {
+    // Of the steps of chunk i + warp.
+    __device__ void compute_decays(int i) {
         next_steps.add_up(args.steps, steps_of(i + warp), args.steps.A[head], args.steps.bias_of(head));
         float weights[2];
 #pragma unroll
-        for (int k = 0; k < 2; k++) weights[k] = next_steps.size[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
+        for (int k = 0; k < 2; k++) weights[k] = next_steps.dt[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
         store_float2(steps.sums[warp] + 2 * lane, next_steps.sum[0], next_steps.sum[1]);
-        store_float2(steps.sizes[warp] + 2 * lane, next_steps.size[0], next_steps.size[1]);
+        store_float2(steps.dt[warp] + 2 * lane, next_steps.dt[0], next_steps.dt[1]);
         store_float2(steps.weights[warp] + 2 * lane, weights[0], weights[1]);
         if (lane == 0) steps.decays[warp] = fast_exp2(next_steps.total);
         const int next = i + WARPS + warp;
@@ -174,7 +174,7 @@ struct Forward {
     }
 
     // exp(s_i - s_j)·dt_j·(C_i·B_j) of a warp's steps i, as the left operand of a product with x.
-    __device__ void score(uint4 (&weights)[CHUNK / 16], int stage, const float* sums, const float* step_sizes) const {
+    __device__ void masked_weights(uint4 (&weights)[CHUNK / 16], int stage, const float* sums, const float* all_dt) const {
         float scores[CHUNK / 8][4];
         begin_products();
         multiply<STATES, false>(scores, along_k(C_tile(stage)), along_k(B_tile(stage)));
@@ -190,12 +190,12 @@ struct Forward {
             for (int half = 0; half < 2; half++) {
                 const int column = j + 8 * half + lane_column();
                 const float2 sum = *reinterpret_cast<const float2*>(sums + column);
-                const float2 size = *reinterpret_cast<const float2*>(step_sizes + column);
+                const float2 dt = *reinterpret_cast<const float2*>(all_dt + column);
                 const float (&score)[4] = scores[j / 8 + half];
-                m[half][0] = score[0] * (fast_exp2(sum0 - sum.x) * size.x);
-                m[half][1] = score[1] * (fast_exp2(sum0 - sum.y) * size.y);
-                m[half][2] = score[2] * (fast_exp2(sum1 - sum.x) * size.x);
-                m[half][3] = score[3] * (fast_exp2(sum1 - sum.y) * size.y);
+                m[half][0] = score[0] * (fast_exp2(sum0 - sum.x) * dt.x);
+                m[half][1] = score[1] * (fast_exp2(sum0 - sum.y) * dt.y);
+                m[half][2] = score[2] * (fast_exp2(sum1 - sum.x) * dt.x);
+                m[half][3] = score[3] * (fast_exp2(sum1 - sum.y) * dt.y);
             }
             if (j == row) {  // only steps up to the own one
 #pragma unroll

@@ -118,7 +118,7 @@ struct States {
 #pragma unroll
         for (int k = 0; k < 2; k++)
             weights[k] = REVERSE ? fast_exp2(next_steps.sum[k])
-                                 : next_steps.size[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
+                                 : next_steps.dt[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
         store_float2(all_weights + warp * CHUNK + 2 * lane, weights[0], weights[1]);
         if (lane == 0) decays[warp] = fast_exp2(next_steps.total);
         const int next = i + WARPS + warp;

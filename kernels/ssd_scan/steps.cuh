@@ -37,9 +37,9 @@ __device__ inline ChunkRange chunk_range(const Sizes& sizes, const int* cu_seqle
 // The number of the thread's warp, taken from lane 0 so that the compiler knows it is uniform.
 __device__ inline int warp_number() { return from_lane(int(threadIdx.x) / 32, 0); }
 
-// What decays and step sizes are computed of.
+// What decays and step sizes dt are computed of: dt = limited(unlimited(value of raw_dt + bias)).
 struct StepInputs {
-    const void* dt;  // of the elements' type or, with WIDE_STEPS, float32
+    const void* raw_dt;  // of the elements' type or, with WIDE_STEPS, float32
     i64 batch, time, head;
     const float *A, *bias;
     const int* seq_idx;  // of (batch, step), or null
@@ -47,11 +47,11 @@ struct StepInputs {
     i64 flags;
     float low, high;  // limits of step sizes
 
-    // The bits of an element of `dt`, and its value: apart, so that nothing waits for the element until it is wanted.
+    // The bits of an element of `raw_dt`, and its value: apart, so that nothing waits for the element until it is wanted.
     __device__ unsigned bits(i64 b, i64 t, i64 h) const {
         const i64 at = b * batch + t * time + h * head;
-        if (flags & WIDE_STEPS) return static_cast<const unsigned*>(dt)[at];
-        return static_cast<const Storage*>(dt)[at];
+        if (flags & WIDE_STEPS) return static_cast<const unsigned*>(raw_dt)[at];
+        return static_cast<const Storage*>(raw_dt)[at];
     }
     __device__ float value(unsigned bits) const {
         return flags & WIDE_STEPS ? __uint_as_float(bits) : Element::widen(Storage(bits));
@@ -63,7 +63,7 @@ struct StepInputs {
     }
     __device__ float bias_of(int h) const { return bias ? bias[h] : 0; }
     __device__ float unlimited(float raw) const { return flags & SOFTPLUS ? softplus(raw) : raw; }
-    __device__ float limited(float size) const { return size < low ? low : size > high ? high : size; }  // keeps NaN
+    __device__ float limited(float dt) const { return dt < low ? low : dt > high ? high : dt; }  // keeps NaN
 };
 
 // Stands for log2(0), the decay at a step where another sequence starts: exp2 of it is 0 in float32.
@@ -73,7 +73,7 @@ struct StepInputs {
 // the decay from step j to step i is exp2(sum_i - sum_j).
 template <int N>
 struct LaneSteps {
-    float size[N], sum[N], total;
+    float dt[N], sum[N], total;
     unsigned bits[N];
     bool starts[N];
 
@@ -87,14 +87,14 @@ struct LaneSteps {
             starts[k] = inputs.seq_idx && step < steps && begin + step > first && inputs.starts(batch, begin + step);
         }
     }
-    // After `load`: what is loaded becomes sizes and sums.
+    // After `load`: what is loaded becomes `dt` and sums.
     __device__ void add_up(const StepInputs& inputs, int steps, float A, float bias) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < N; k++) {
             const float limited = inputs.limited(inputs.unlimited(inputs.value(bits[k]) + bias));
-            size[k] = N * lane + k < steps ? limited : 0;
-            sum[k] = starts[k] ? LOG_NOTHING : size[k] * A * LOG2_E;
+            dt[k] = N * lane + k < steps ? limited : 0;
+            sum[k] = starts[k] ? LOG_NOTHING : dt[k] * A * LOG2_E;
             if (k) sum[k] += sum[k - 1];
         }
         float through = sum[N - 1];
