@@ -198,7 +198,8 @@ struct Backward : BackwardChunk {
         const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
         const int first = PART * side;
         const int head = first_head + of.number;
-        const float skip = args.D && state_block == 0 ? args.D[head] : 0;
+        const int D_channel = int(args.D_channel);
+        const float* const D = args.D && state_block == 0 ? args.D + head * (D_channel ? head_size : 1) : nullptr;
         float dot0 = 0, dot1 = 0;
         const unsigned sums_at = x.moved(x.lane_of_sums(row), 0, first) - x.address;
 #pragma unroll
@@ -208,10 +209,13 @@ struct Backward : BackwardChunk {
             const unsigned grad0 = load_pair(grad.address + upper), grad1 = load_pair(grad.address + lower);
             dot0 += u[p][0] * low_of(x0) + u[p][1] * high_of(x0);
             dot1 += u[p][2] * low_of(x1) + u[p][3] * high_of(x1);
-            store_pair(output.address + upper, dt0 * u[p][0] + skip * low_of(grad0),
-                       dt0 * u[p][1] + skip * high_of(grad0));
-            store_pair(output.address + lower, dt1 * u[p][2] + skip * low_of(grad1),
-                       dt1 * u[p][3] + skip * high_of(grad1));
+            const int channel = of.first + first + 8 * p + lane_column();
+            float2 skip = make_float2(0, 0);
+            if (D && channel < head_size) skip = make_float2(D[channel * D_channel], D[(channel + 1) * D_channel]);
+            store_pair(output.address + upper, dt0 * u[p][0] + skip.x * low_of(grad0),
+                       dt0 * u[p][1] + skip.y * high_of(grad0));
+            store_pair(output.address + lower, dt1 * u[p][2] + skip.x * low_of(grad1),
+                       dt1 * u[p][3] + skip.y * high_of(grad1));
         }
         dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
         if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;
@@ -325,8 +329,8 @@ ssd_scan_backward(const Storage* x, const void* dt, const float* A, const Storag
                   const float* dt_bias, const Storage* out_grad, const int* cu_seqlens, const int* seq_idx,
                   const Storage* states, const Storage* adjoints, Storage* x_grad, float* dt_grad, float* A_grad,
                   float* D_grad, float* B_grad, float* C_grad, i64 batch, i64 time, i64 heads, i64 groups,
-                  i64 head_size, i64 state_size, i64 sequences, i64 slots, i64 splits, i64 flags, i64 dt_low,
-                  i64 dt_high, i64 x_batch, i64 x_time, i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head,
+                  i64 head_size, i64 state_size, i64 sequences, i64 slots, i64 splits, i64 D_channel, i64 flags,
+                  i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time, i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head,
                   i64 B_batch, i64 B_time, i64 B_group, i64 C_batch, i64 C_time, i64 C_group, i64 grad_batch,
                   i64 grad_time, i64 grad_head) {
     Backward({{x, x_batch, x_time, x_head},
@@ -335,7 +339,7 @@ ssd_scan_backward(const Storage* x, const void* dt, const float* A, const Storag
               {out_grad, grad_batch, grad_time, grad_head},
               {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
                __uint_as_float(unsigned(dt_high))},
-              D, cu_seqlens, states, adjoints, x_grad, dt_grad, A_grad, D_grad, B_grad, C_grad,
+              D, D_channel, cu_seqlens, states, adjoints, x_grad, dt_grad, A_grad, D_grad, B_grad, C_grad,
               {batch, time, heads, groups, head_size, state_size, sequences, slots},
               splits})
         .run();

@@ -22,6 +22,7 @@ struct Arguments {
     Strided x, B, C, grad;
     StepInputs steps;
     const float* D;
+    i64 D_channel;  // elements from a channel of D to the next: 1, or 0 for one number a head
     const int* cu_seqlens;
     const Storage *states, *adjoints;
     Storage* x_grad;

@@ -41,6 +41,8 @@ class Setting(Options):
     packed    whether sequences are packed along time, one of them empty
     indexed   whether steps are marked by the number of their sequence
     narrow_dt whether dt is in the problem's dtype
+    wide_D    whether D, if there is one, has a number for each channel
+    gated     whether there is a z
     """
 
     skips: bool = True
@@ -51,15 +53,17 @@ class Setting(Options):
     packed: bool = False
     indexed: bool = False
     narrow_dt: bool = False
+    wide_D: bool = False
+    gated: bool = False
 
 
 SETTINGS = (
     Setting(),
     Setting(skips=False, starts=True, narrow_dt=True),
-    Setting(softplus=False, groups=2, starts=True, limited=True),
-    Setting(packed=True, starts=True),
-    Setting(indexed=True, starts=True, groups=2),
-    Setting(skips=False, packed=True, indexed=True, limited=True, narrow_dt=True),
+    Setting(softplus=False, groups=2, starts=True, limited=True, wide_D=True),
+    Setting(packed=True, starts=True, gated=True),
+    Setting(indexed=True, starts=True, groups=2, wide_D=True, gated=True),
+    Setting(skips=False, packed=True, indexed=True, limited=True, narrow_dt=True, gated=True),
 )
 
 #: Of a quick check and of an attestation.
@@ -81,7 +85,7 @@ THOROUGH: tuple[Shape, ...] = (
 
 #: What each direction writes.
 OUTPUTS: dict[Direction, tuple[str, ...]] = {
-    "forward": ("out", "final_state"),
+    "forward": ("out", "ungated", "final_state"),
     "states": ("states", "final_state"),
     "adjoint": ("adjoints", "initial_grad"),
     "backward": ("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
@@ -92,8 +96,8 @@ _SUMS = {
     "D_grad": (0, 1, 2),
     **dict.fromkeys(("x_grad", "dt_grad", "B_grad", "C_grad"), (0,)),
 }
-_NARROW = ("states", "out", "adjoints", "x_grad")
-_PLACED = ("x", "B", "C", "out_grad")
+_NARROW = ("states", "out", "ungated", "adjoints", "x_grad")
+_PLACED = ("x", "B", "C", "z", "out_grad")
 _TENSOR_OF = {"grad": "out_grad"}
 
 
@@ -130,13 +134,14 @@ class Trial(cases.Trial):
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
-        small blocks of states."""
+        small blocks of states, and without keeping what z gates."""
         direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
         tensors = dict(self.inputs)
         for name in _PLACED if not aligned else ():
-            tensors[name] = _with_gaps(there(tensors[name]))
+            placed = tensors[name]
+            tensors[name] = None if placed is None else _with_gaps(placed)
         # Handed on in the problem's dtype by the kernels before.
         for name in ("states", "adjoints"):
             tensors[name] = self.expected[name].to(there(tensors["x"]).dtype)
@@ -153,17 +158,19 @@ class Trial(cases.Trial):
             strides=tuple(
                 stride
                 for name in STRIDED[direction]
-                for stride in there(tensors[_TENSOR_OF.get(name, name)]).stride()[:3]
+                for stride in _strides(tensors[_TENSOR_OF.get(name, name)])
             ),
             softplus=self.setting.softplus,
             wide_dt=not self.setting.narrow_dt or self.dtype == "float32",
+            wide_D=self.setting.skips and self.setting.wide_D,
             low=_limits(self.setting)[0],
             high=_limits(self.setting)[1],
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             splits=1 if aligned or direction != "backward" else min(2, heads // groups),
             block=BLOCK if states > SMALL_BLOCK and aligned else SMALL_BLOCK,
         )
-        expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
+        names = [name for name in OUTPUTS[direction] if aligned or name != "ungated"]
+        expected = {n: self.expected[n] for n in names if n in self.expected}
         for name, value in expected.items():
             tensors[name] = self._poisoned(name, value, problem)
         return Case(problem, tensors, expected, self.occupied, self.terms)
@@ -181,6 +188,10 @@ class Trial(cases.Trial):
 
 def _limits(setting: Setting) -> tuple[float, float]:
     return (0.02, 0.2) if setting.limited else (0.0, math.inf)
+
+
+def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
 def _with_gaps(tensor: Tensor) -> Tensor:
@@ -216,7 +227,8 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         "A": -torch.rand(heads) * 8 - 0.02,
         "B": new(batch, time, groups, states),
         "C": new(batch, time, groups, states),
-        "D": torch.randn(heads) if setting.skips else None,
+        "D": torch.randn((heads, size) if setting.wide_D else (heads,)) if setting.skips else None,
+        "z": new(batch, time, heads, size) if setting.gated else None,
         "dt_bias": torch.rand(heads) * 0.5 if setting.skips else None,
         "initial_state": torch.randn(of_state) if setting.starts else None,
         "seq_idx": seq_idx,

@@ -1,15 +1,15 @@
 // The forward pass of an SSD scan. For each head, in chunks of 64 steps, with s_i = Σ_{t≤i} dt_t·A within a chunk,
-//     y_i   = exp(s_i)·S·C_i + Σ_{j≤i} exp(s_i - s_j)·dt_j·(C_i·B_j)·x_j + D·x_i
+//     y_i   = exp(s_i)·S·C_i + Σ_{j≤i} exp(s_i - s_j)·dt_j·(C_i·B_j)·x_j + D·x_i,       out_i = y_i·silu(z_i), or y_i without z
 //     S_end = exp(s_63)·S + Σ_j exp(s_63 - s_j)·dt_j·x_j ⊗ B_j
 //
-// Traffic of a step and head: SIZE elements of x and of out. B and C, which the heads of a group share, come from the L2.
+// Traffic of a step and head: SIZE elements of x, of z and of out. B and C, which the heads of a group share, come from the L2.
 //
 // A CTA has SIZE channels of one head and walks along its chunks. Four of its warps have the states, four the outputs:
 //
 //     warps 0 to 3, 16 channels each                 warps 4 to 7, 16 steps i each
 //         states S to shared memory, in 16 bits          C·Bᵀ, and its decays and step sizes, masked
 //         ------------------------- the states are there -------------------------
-//         S_end: xᵀ, scaled in registers, times B        C·Sᵀ, its rows scaled, and the masked C·Bᵀ times x; out
+//         S_end: xᵀ, scaled in registers, times B        C·Sᵀ, its rows scaled, and the masked C·Bᵀ times x; gate
 //
 // Every eight chunks each warp computes the decays and step sizes of one of the next eight. Decays are exponentials of
 // differences of prefix sums, which are not positive for i ≥ j if A ≤ 0 and dt ≥ 0.
@@ -25,11 +25,13 @@ enum : int {
 };
 
 struct Arguments {
-    Strided x, B, C;
+    Strided x, B, C, z;  // without z its data are null
     StepInputs steps;
-    const float *D, *initial_state;
+    const float* D;
+    i64 D_channel;  // elements from a channel of D to the next: 1, or 0 for one number a head
+    const float* initial_state;
     const int* cu_seqlens;
-    Storage* out;
+    Storage *out, *ungated;  // y goes to `ungated`, unless that is null
     float* final_state;
     Sizes sizes;
 };
@@ -40,6 +42,7 @@ struct Steps {
     float dt[WARPS][CHUNK];
     float weights[WARPS][CHUNK];  // of what steps add to the state after the chunk
     float decays[WARPS];          // over the chunk
+    float D[SIZE];                // of the CTA's channels
 };
 
 struct Forward {
@@ -48,7 +51,8 @@ struct Forward {
 
     const unsigned stages = shared_address(tile_memory());
     const Tile<SIZE, STATES> kept{stages + STAGES * STAGE};
-    Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES);
+    const Tile<CHUNK, SIZE> z_tile{kept.address + kept.BYTES};
+    Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES + z_tile.BYTES);
 
     const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16;
     const Walk walk{sizes, (int(sizes.head_size) + SIZE - 1) / SIZE};
@@ -92,11 +96,12 @@ struct Forward {
     }
 
     __device__ void run_outputs() {
-        const float skip = args.D ? args.D[head] : 0;
+        load_D();
         int stage = 0;
 #pragma unroll 1
         for (int i = 0; i < chunks; i++, stage = after(stage)) {
             begin_chunk(i, stage);
+            if (args.z.data) load_z(i);
             uint4 weights[CHUNK / 16];
             masked_weights(weights, stage, steps.sums[i % WARPS], steps.dt[i % WARPS]);
             const Tile<CHUNK, SIZE> x_tile = this->x_tile(stage);
@@ -122,11 +127,16 @@ struct Forward {
 #pragma unroll
                 for (int p = 0; p < SIZE / 8; p++) {
                     const unsigned x0 = load_pair(x_tile.moved(at, 0, 8 * p)), x1 = load_pair(x_tile.moved(at, 8, 8 * p));
-                    y[p][0] += skip * low_of(x0), y[p][1] += skip * high_of(x0);
-                    y[p][2] += skip * low_of(x1), y[p][3] += skip * high_of(x1);
+                    const float2 D = *reinterpret_cast<const float2*>(steps.D + 8 * p + lane_column());
+                    y[p][0] += D.x * low_of(x0), y[p][1] += D.y * high_of(x0);
+                    y[p][2] += D.x * low_of(x1), y[p][3] += D.y * high_of(x1);
                 }
             }
-            store(y, i);
+            if (args.z.data) {
+                if (args.ungated) store(args.ungated, y, i);
+                gate(y);
+            }
+            store(args.out, y, i);
         }
     }
 
@@ -211,6 +221,41 @@ struct Forward {
         }
     }
 
+    // D of the CTA's channels, by the warps that compute outputs, before a barrier.
+    __device__ void load_D() const {
+        const int p = threadIdx.x - THREADS / 2;
+        const int first = head * (args.D_channel ? int(sizes.head_size) : 1);
+        if (args.D && p < SIZE && p < numbers) steps.D[p] = args.D[first + (first_number + p) * int(args.D_channel)];
+    }
+
+    // A lane copies four of the pieces of 16 bytes that its warp's 16 rows of z have.
+    __device__ void load_z(int i) const {
+        const int own = row + lane_row(), piece = lane % 4 * PIECE;
+        const Storage* const from = args.z.at(batch, range.begin + i * CHUNK + own, head) + first_number + piece;
+        const unsigned to = z_tile.at(own, piece);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int p = 0; p < SIZE; p += 4 * PIECE) {
+                const bool there = own + 8 * k < steps_of(i) && piece + p < numbers;
+                copy_piece(z_tile.moved(to, 8 * k, p), from + 8 * k * args.z.time + p, there ? 16 : 0);
+            }
+        commit_copies();
+    }
+    __device__ static float silu(float x) { return x * sigmoid(x); }
+    // y times silu(z).
+    __device__ void gate(float (&y)[SIZE / 8][4]) const {
+        wait_for_copies<0>();
+        __syncwarp();
+        const unsigned at = z_tile.lane_of_sums(row);
+#pragma unroll
+        for (int p = 0; p < SIZE / 8; p++) {
+            const unsigned z0 = load_pair(z_tile.moved(at, 0, 8 * p)), z1 = load_pair(z_tile.moved(at, 8, 8 * p));
+            y[p][0] *= silu(low_of(z0)), y[p][1] *= silu(high_of(z0));
+            y[p][2] *= silu(low_of(z1)), y[p][3] *= silu(high_of(z1));
+        }
+    }
+
     // Of four words that each of four neighbouring lanes has, word `lane % 4` of all four lanes.
     __device__ static uint4 transposed(unsigned a, unsigned b, unsigned c, unsigned d) {
         const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -222,10 +267,10 @@ struct Forward {
         return high ? make_uint4(first, second, c1, d1) : make_uint4(a1, b1, first, second);
     }
     // Four lanes share a row: after transposing, each stores one piece of 16 bytes in each 32 columns.
-    __device__ void store(const float (&y)[SIZE / 8][4], int i) const {
+    __device__ void store(Storage* out, const float (&y)[SIZE / 8][4], int i) const {
         const int own = row + lane_row(), piece = lane % 4 * PIECE;
         const i64 step = i64(batch) * sizes.time + range.begin + i * CHUNK + own, of_step = sizes.heads * sizes.head_size;
-        Storage* const to = args.out + step * of_step + head * sizes.head_size + first_number + piece;
+        Storage* const to = out + step * of_step + head * sizes.head_size + first_number + piece;
 #pragma unroll
         for (int k = 0; k < 2; k++)
 #pragma unroll
@@ -249,17 +294,18 @@ struct Forward {
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 ssd_scan_forward(const Storage* x, const void* dt, const float* A, const Storage* B, const Storage* C, const float* D,
-                 const float* dt_bias, const float* initial_state, const int* cu_seqlens, const int* seq_idx, Storage* out,
-                 float* final_state, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size, i64 state_size,
-                 i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time, i64 x_head,
-                 i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch, i64 B_time, i64 B_group, i64 C_batch, i64 C_time,
-                 i64 C_group) {
+                 const Storage* z, const float* dt_bias, const float* initial_state, const int* cu_seqlens,
+                 const int* seq_idx, Storage* out, Storage* ungated, float* final_state, i64 batch, i64 time, i64 heads,
+                 i64 groups, i64 head_size, i64 state_size, i64 sequences, i64 slots, i64 D_channel, i64 flags, i64 dt_low,
+                 i64 dt_high, i64 x_batch, i64 x_time, i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch,
+                 i64 B_time, i64 B_group, i64 C_batch, i64 C_time, i64 C_group, i64 z_batch, i64 z_time, i64 z_head) {
     Forward({{x, x_batch, x_time, x_head},
              {B, B_batch, B_time, B_group},
              {C, C_batch, C_time, C_group},
+             {z, z_batch, z_time, z_head},
              {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
               __uint_as_float(unsigned(dt_high))},
-             D, initial_state, cu_seqlens, out, final_state,
+             D, D_channel, initial_state, cu_seqlens, out, ungated, final_state,
              {batch, time, heads, groups, head_size, state_size, sequences, slots}})
         .run();
 }

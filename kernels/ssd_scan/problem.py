@@ -4,24 +4,24 @@ Sequences are cut into chunks of ``CHUNK`` steps. Chunk k of sequence s is slot 
 ``T // CHUNK + sequences``; where nothing is packed, a row of the batch is one sequence from 0 to T. Tensors, with S sequences, H heads,
 G groups, P the size of a head and N states:
 
-    x, out_grad                       (batch, T, H, P), in the problem's dtype
+    x, z, out_grad                    (batch, T, H, P), in the problem's dtype; z null: no gate. out_grad is of what z gates
     dt                                (batch, T, H), in that dtype or float32, any strides
     B, C                              (batch, T, G, N), in that dtype
-    A, D, dt_bias                     (H,), float32; null: zeros, but for A
+    A, D, dt_bias                     (H,), float32, or D (H, P); null: zeros, but for A
     seq_idx, cu_seqlens               (batch, T) and (S + 1,), int32; null: one sequence
     initial_state, final_state, final_grad, initial_grad
                                       (batch, S, H, P, N), float32; null: zeros, or not asked for
-    out                               (batch, T, H, P), in the problem's dtype
+    out, ungated                      (batch, T, H, P), in the problem's dtype: the output, and what z gates, null: not asked for
     x_grad                            (blocks, batch, T, H, P), in that dtype
     states                            (batch, slots, H, P, N), in that dtype: the state before each chunk
     adjoints                          likewise: the gradient of the state after each chunk
     dt_grad                           (blocks, batch, T, H), float32
-    A_grad, D_grad                    (blocks, batch, slots, H), float32; zeros in slots that hold no step
+    A_grad, D_grad                    (blocks, batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)
     B_grad, C_grad                    (splits, batch, T, G, N), float32
 
 Gradients are summed over what the tensors do not have, blocks of states and so on, by whoever asked for them.
 
-x, B, C and out_grad have a last dimension of stride 1, and start on 16 bytes everywhere. Others but dt lie without gaps.
+x, B, C, z and out_grad have a last dimension of stride 1, and start on 16 bytes everywhere. Others but dt lie without gaps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HEADS, _GROUPS = ("batch", "time", "head"), ("batch", "time", "group")
 #: The tensors that have strides of their own, with those strides' names; the kernels' order.
 STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
     "states": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS},
-    "forward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS},
+    "forward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS, "z": _HEADS},
     "adjoint": {"dt": _HEADS, "C": _GROUPS, "grad": _HEADS},
     "backward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS, "grad": _HEADS},
 }
@@ -74,9 +74,10 @@ class SSDScanProblem:
     dtype       of x, B, C, the output and its gradient
     head_size   P
     state_size  N
-    strides     in elements, of the tensors that ``STRIDED`` names
+    strides     in elements, of the tensors that ``STRIDED`` names; zeros without z
     softplus    of the step sizes, before the limits ``low`` and ``high``
     wide_dt     whether dt is float32
+    wide_D      whether D has a number for each channel
     sequences   that are packed along time; 0: they are not
     splits      of a group's heads, each of which adds up gradients of B and C, in the direction ``backward``
     block       states that a CTA of that direction works on
@@ -93,6 +94,7 @@ class SSDScanProblem:
     strides: tuple[int, ...]
     softplus: bool = False
     wide_dt: bool = False
+    wide_D: bool = False
     low: float = 0.0
     high: float = math.inf
     sequences: int = 0
@@ -145,6 +147,7 @@ class SSDScanProblem:
             "sequences": max(1, self.sequences),
             "slots": self.slots,
             "splits": self.splits,
+            "D_channel": int(self.wide_D),
             "flags": self.softplus | self.wide_dt << 1,
             "dt_low": float_bits(self.low),
             "dt_high": float_bits(self.high),

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from scan_registry.kernels.ssd_scan.problem import CHUNK
 from scan_registry.kernels.ssd_scan.reference import step_sizes
@@ -37,7 +38,8 @@ class Solution:
 def solve(
     inputs: Mapping[str, Tensor | None], softplus: bool, limit: tuple[float, float]
 ) -> Solution:
-    """The solution of a problem. Tensors that may be null may be None; states have a dimension of sequences."""
+    """The solution of a problem. Tensors that may be null may be None; states have a dimension of sequences. ``out_grad`` is
+    the gradient of what z gates."""
     return _Problem(inputs, softplus, limit).solution()
 
 
@@ -47,6 +49,7 @@ class _Problem:
     ) -> None:
         self.x, raw, self.A, B, C = (_double(inputs, name) for name in ("x", "dt", "A", "B", "C"))
         self.out_grad, bias, self.D = _double(inputs, "out_grad"), inputs["dt_bias"], inputs["D"]
+        self.z = inputs["z"]
         batch, time, heads, size = self.x.shape
         self.of_group = heads // B.shape[2]
         self.B, self.C = (t.repeat_interleave(self.of_group, 2) for t in (B, C))
@@ -100,9 +103,15 @@ class _Problem:
         summands, results = self.summands, self.results
         results["dt_grad"] *= self.slopes
         if self.D is not None:
-            results["out"] += self.D.double().unsqueeze(-1) * self.x
-            results["x_grad"] += self.D.double().unsqueeze(-1) * self.out_grad
-            summands["D_grad"] = (self.out_grad * self.x).sum(-1)
+            wide = self.D.dim() == 2
+            D = self.D.double() if wide else self.D.double().unsqueeze(-1)
+            results["out"] += D * self.x
+            results["x_grad"] += D * self.out_grad
+            if not wide:  # else it is computed of x and out_grad by whoever asks for it
+                summands["D_grad"] = (self.out_grad * self.x).sum(-1)
+        if self.z is not None:
+            results["ungated"] = results["out"]
+            results["out"] = results["out"] * functional.silu(self.z.double())
         sums = {name: t.sum((0, 1)) for name, t in summands.items()}
         terms = {name: t.square().sum((0, 1)).sqrt() for name, t in summands.items()}
         return Solution(results | sums, self.occupied, terms)

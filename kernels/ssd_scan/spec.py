@@ -61,8 +61,8 @@ _FEW_CTAS = 200
 #: Kernels' pointers, those that they read first; and their sources.
 POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
-        *("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
-        *("out", "final_state"),
+        *("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
+        *("out", "ungated", "final_state"),
     ),
     "states": (
         *("x", "dt", "A", "B", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
@@ -80,12 +80,17 @@ POINTERS: dict[Direction, tuple[str, ...]] = {
 }
 _SOURCES = {"adjoint": "states.cu"}
 _SIZES = ("batch", "time", "heads", "groups", "head_size", "state_size", "sequences", "slots")
+#: Integers that not all kernels take.
+_OWN: dict[Direction, tuple[str, ...]] = {
+    "forward": ("D_channel",),
+    "backward": ("splits", "D_channel"),
+}
 
 
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature of one kernel."""
-    splits = ("splits",) if direction == "backward" else ()
-    integers = (*_SIZES, *splits, "flags", "dt_low", "dt_high", *stride_names(direction))
+    own = _OWN.get(direction, ())
+    integers = (*_SIZES, *own, "flags", "dt_low", "dt_high", *stride_names(direction))
     pointers = (Parameter(name, "pointer") for name in POINTERS[direction])
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 
@@ -154,7 +159,7 @@ def _shared(variant: Variant) -> int:
     chunk, kept = 2 * CHUNK * columns, 2 * SIZE * columns
     x = 2 * CHUNK * SIZE
     if variant.kernel == "forward":
-        return stages * (x + 2 * chunk) + kept + 4 * warps * (3 * CHUNK + 1)
+        return stages * (x + 2 * chunk) + kept + x + 4 * (warps * (3 * CHUNK + 1) + SIZE)
     if variant.kernel != "backward":
         return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
     terms = 4 * (13 * CHUNK + warps)
@@ -233,7 +238,7 @@ def _sample(direction: Direction, dtype: str) -> Sample:
         "dt": (time * heads, heads, 1),
         "B": (time * states, states, states),
     }
-    strides_of |= {"C": strides_of["B"], "grad": strides_of["x"]}
+    strides_of |= {"C": strides_of["B"], "grad": strides_of["x"], "z": (0, 0, 0)}
     problem = SSDScanProblem(
         direction=direction,
         dtype=dtype,

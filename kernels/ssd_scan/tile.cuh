@@ -39,6 +39,11 @@ struct Tile {
     __device__ unsigned lane_of_sums(int row) const { return at(row + threadIdx.x % 32 / 4, threadIdx.x % 4 * 2); }
 };
 
+// 16 bytes to shared memory, of which the first `bytes` are copied and the others become zeros.
+__device__ inline void copy_piece(unsigned to, const Storage* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 // A thread's part of a copy to a tile: the same 16 bytes' column of every APART-th row.
 template <int HEIGHT, int WIDTH, int THREADS>
 struct Copier {
@@ -67,8 +72,7 @@ struct Copier {
             const unsigned own = APART % 8 ? first ^ (i * APART % 8 * 16) : first;
             const int bytes = row + i * APART < rows ? 16 : 0;
             const unsigned to = tile.address + own + i * APART * To::ROW;
-            asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(bytes)
-                         : "memory");
+            copy_piece(to, source, bytes);
         }
     }
 };

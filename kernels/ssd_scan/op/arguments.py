@@ -36,8 +36,8 @@ class Options(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Tensors as the operator takes them: ``x``, ``B`` and ``C`` in one dtype; ``dt`` in that, or in the computation's, as the
-    others but the last two, which are int32. ``D`` is (H,)."""
+    """Tensors as the operator takes them: ``x``, ``B``, ``C`` and ``z`` in one dtype; ``dt`` in that, or in the computation's, as
+    the others but the last two, which are int32."""
 
     x: Tensor
     dt: Tensor
@@ -45,6 +45,7 @@ class Arguments(NamedTuple):
     B: Tensor
     C: Tensor
     D: Tensor | None
+    z: Tensor | None
     dt_bias: Tensor | None
     initial_state: Tensor | None
     seq_idx: Tensor | None
@@ -52,20 +53,13 @@ class Arguments(NamedTuple):
 
 
 #: How many of the ``Arguments`` have derivatives, the first ones.
-DIFFERENTIABLE = 8
-
-
-class Outer(NamedTuple):
-    """What is computed of the operator's output, by torch's own operators: a ``D`` that is (H, P), and ``z``."""
-
-    D: Tensor | None
-    z: Tensor | None
+DIFFERENTIABLE = 9
 
 
 def normalised(
     x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, initial_state: Any, seq_idx: Any,
     cu_seqlens: Any, softplus: Any, limit: Any, chunk_size: Any, final: Any, backend: Any,
-) -> tuple[Arguments, Options, Outer]:  # fmt: skip
+) -> tuple[Arguments, Options]:  # fmt: skip
     """The checked arguments, converted; an exception names what is not accepted."""
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
@@ -86,12 +80,11 @@ def normalised(
 
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
     numbers = None if seq_idx is None else as_int32("seq_idx", seq_idx)
-    whole = D is not None and D.dim() == 2
     arguments = Arguments(
-        x, dt if dt.dtype == dtype else dt.to(wide), A.to(wide), B.to(dtype), C.to(dtype), None if whole else to(D, wide),
+        x, dt if dt.dtype == dtype else dt.to(wide), A.to(wide), B.to(dtype), C.to(dtype), to(D, wide), to(z, dtype),
         to(dt_bias, wide), to(initial_state, wide), numbers, bounds,
     )  # fmt: skip
-    return arguments, options, Outer(to(D, wide) if whole else None, to(z, dtype))
+    return arguments, options
 
 
 def _limits(limit: Any) -> tuple[float, float]:

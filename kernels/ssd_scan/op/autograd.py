@@ -14,13 +14,11 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.environment import flag
-from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.op import composed, plans
 from scan_registry.kernels.ssd_scan.op.arguments import (
     DIFFERENTIABLE,
     Arguments,
     Options,
-    Outer,
     normalised,
 )
 from scan_registry.kernels.ssd_scan.op.flops import FORMULAS
@@ -29,26 +27,29 @@ from scan_registry.ops.call import fast_path
 
 
 class SSDScan(Recorded):
-    """Saves the arguments."""
+    """Saves the arguments, and what ``z`` gates."""
 
 
 class _Derivatives(Derivatives):
-    """Of ``Arguments``, which are saved."""
+    """Of ``Arguments``, which are saved, and with them what ``z`` gates."""
 
-    options, tensors, others, kept, node = Options, 10, 2, 0, SSDScan
+    options, tensors, others, trains, node = Options, 11, 2, True, SSDScan
 
     def forward(self, tensors: Tensors, options: Options, training: bool) -> plans.Outputs:
-        return plans.forward(Arguments(*tensors), options)
+        return plans.forward(Arguments(*tensors), options, training)
 
     def empty(self, tensors: Tensors, options: Options, training: bool) -> plans.Outputs:
-        return plans.empty_outputs(Arguments(*tensors), options)
+        return plans.empty_outputs(Arguments(*tensors), options, training)
 
-    def composed(self, tensors: Tensors, options: Options) -> plans.Outputs:
+    def composed(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
         out, final_state = composed.forward(Arguments(*tensors), options)
         return out, final_state if options.final else None
 
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
-        return tensors
+        ungated = results[2]
+        if ungated is not None and ctx.recording.results is None:
+            ctx.mark_non_differentiable(ungated)
+        return *tensors, ungated
 
     def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
         out_grad, final_grad = grads
@@ -58,8 +59,9 @@ class _Derivatives(Derivatives):
         return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
 
     def backward(self, back: Pass) -> Gradients:
+        *tensors, ungated = back.saved
         grads = back.grads[0], back.grads[1]
-        return plans.backward(Arguments(*back.saved), *grads, back.options, back.wanted)
+        return plans.backward(Arguments(*tensors), ungated, *grads, back.options, back.wanted)
 
     def empty_gradients(self, back: Pass) -> Gradients:
         pairs = zip(back.saved[:DIFFERENTIABLE], back.wanted, strict=True)
@@ -68,44 +70,32 @@ class _Derivatives(Derivatives):
     def composed_backward(self, back: Pass) -> Gradients:
         grads = back.grads[0], back.grads[1]
         with torch.enable_grad():
-            return composed.backward(Arguments(*back.saved), back.options, *grads, back.wanted)
+            return composed.backward(Arguments(*back.saved[:-1]), back.options, *grads, back.wanted)
 
 
 OPERATOR = _Derivatives()
 
 
-def scan(arguments: Arguments, options: Options, outer: Outer) -> plans.Outputs:
+def scan(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]:
     """The output, and the final state if it is asked for, of ``normalised`` arguments; differentiable."""
-    out, final_state = OPERATOR(arguments, options)
-    return with_outer(out, arguments.x, outer), final_state
-
-
-def with_outer(out: Tensor, x: Tensor, outer: Outer) -> Tensor:
-    """The operator's output with what torch's own operators compute of it."""
-    if outer.D is None and outer.z is None:
-        return out
-    wide = out.to(reference.compute_dtype(out.dtype))
-    skipped = wide if outer.D is None else wide + outer.D * x
-    return reference.finished(skipped, x, None, outer.z)
+    out, final_state, *_ = OPERATOR(arguments, options)
+    return out, final_state
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[..., Any] | None:
     """None for a call whose arguments are converted, or whose values are checked in every call."""
     softplus, low, high, chunk_size, final, backend = options
     every = Arguments._make(tensors)
-    arguments, how, outer = normalised(
-        every.x, every.dt, every.A, every.B, every.C, every.D, None, every.dt_bias, every.initial_state, every.seq_idx,
-        every.cu_seqlens, softplus, (low, high), chunk_size, final, backend,
-    )  # fmt: skip
+    arguments, how = normalised(*every, softplus, (low, high), chunk_size, final, backend)
     x, packed = arguments.x, arguments.cu_seqlens is not None
     alike = all(one is other for one, other in zip(arguments, tensors, strict=True))
-    if not alike or outer.D is not None or (packed and not plans.on_gpu(x)):
+    if not alike or (packed and not plans.on_gpu(x)):
         return None
     with torch.no_grad():
-        compute = plans.make_forward(*tensors, how)
+        compute = plans.make_forward(*tensors, how, recorded)
     run: Callable[..., Any] = compute
     if recorded:
-        run = partial(OPERATOR.record, (Recording(OPERATOR, how, compute), None))
+        run = partial(OPERATOR.record, (Recording(OPERATOR, how, compute, 2), None))
     if packed:
         return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
     return run
@@ -116,15 +106,15 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
 fast_scan = fast_path(_plan)
 
 _TENSORS = (
-    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? dt_bias, Tensor? initial_state, "
-    "Tensor? seq_idx, Tensor? cu_seqlens"
+    "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? dt_bias, "
+    "Tensor? initial_state, Tensor? seq_idx, Tensor? cu_seqlens"
 )
 _OPTIONS = "bool softplus, float low, float high, int chunk_size, bool final, str backend"
 OPERATOR.register(
     __name__,
     "OPERATOR",
     FORMULAS,
-    f"ssd_scan({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor)",
-    f"ssd_scan_backward({_TENSORS}, Tensor out_grad, Tensor? final_grad, {_OPTIONS}, bool[{DIFFERENTIABLE}] wanted) -> "
+    f"ssd_scan({_TENSORS}, {_OPTIONS}, bool training) -> (Tensor, Tensor, Tensor)",
+    f"ssd_scan_backward({_TENSORS}, Tensor? ungated, Tensor out_grad, Tensor? final_grad, {_OPTIONS}, bool[{DIFFERENTIABLE}] wanted) -> "
     f"({', '.join(['Tensor'] * DIFFERENTIABLE)})",
 )

@@ -197,7 +197,7 @@ class SSDScanBenchmark(Benchmark):
         options = Options(True, backend=backend)
         out_grad = case.sequence(device)
         wanted = tuple(tensor is not None for tensor in arguments[:DIFFERENTIABLE])
-        return lambda: plans.backward(arguments, out_grad, None, options, wanted)
+        return lambda: plans.backward(arguments, None, out_grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:
         there = device.type == "cuda" and distributions.version("mamba-ssm") is not None

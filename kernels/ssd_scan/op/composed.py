@@ -79,7 +79,7 @@ def in_full(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
-    x, dt, A, B, C, D, bias, initial, seq_idx, cu_seqlens = arguments
+    x, dt, A, B, C, D, z, bias, initial, seq_idx, cu_seqlens = arguments
     dtype = reference.compute_dtype(x.dtype)
     batch, time, heads, size = x.shape
     groups, states = B.shape[2:]
@@ -109,7 +109,7 @@ def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
     from_start = _exponential(sums, starts, lambda n: n != 0, dtype)
     y = through.unflatten(4, (within[1], size)) * from_start.unsqueeze(-1)
     y = _steps((y + own.permute(0, 1, 4, 2, 3, 5)).flatten(3, 4), slots, time)
-    return reference.finished(y, x, D, None).contiguous(), final
+    return reference.finished(y, x, D, z).contiguous(), final
 
 
 # --- Chunks -----------------------------------------------------------------------------------

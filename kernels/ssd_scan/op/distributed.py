@@ -19,15 +19,14 @@ from scan_registry.distributed.group import Members, untraced
 from scan_registry.distributed.headers import Terms
 from scan_registry.distributed.reduce import Call, Tensors
 from scan_registry.kernels.ssd_scan import reference
-from scan_registry.kernels.ssd_scan.op import composed, plans
+from scan_registry.kernels.ssd_scan.op import composed, gating, plans
 from scan_registry.kernels.ssd_scan.op.arguments import (
     DIFFERENTIABLE,
     Arguments,
     Options,
-    Outer,
     normalised,
 )
-from scan_registry.kernels.ssd_scan.op.autograd import OPERATOR, with_outer
+from scan_registry.kernels.ssd_scan.op.autograd import OPERATOR
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan as scan_of_one
 from scan_registry.ops.autograd import Pass
 
@@ -145,13 +144,11 @@ def call(every: tuple[Any, ...], options: tuple[Any, ...], group: Any) -> Any:
         *first, initial = tensors
         return one(*first, softplus, limit, initial, cu_seqlens=cu_seqlens, **how)
     with opening.refusals(members, tensors):
-        arguments, checked, outer, bounds = _normalised(tensors, cu_seqlens, options)
-    key = *checked, outer.D is None, outer.z is None
-    prepare = partial(_prepared, members, arguments, checked, outer, bounds)
+        arguments, checked, bounds = _normalised(tensors, cu_seqlens, options)
+    prepare = partial(_prepared, members, arguments, checked, bounds)
     out, final_state = reduce.scan(
-        members, "ssd_scan", arguments[:DIFFERENTIABLE], cu_seqlens, key, prepare
+        members, "ssd_scan", arguments[:DIFFERENTIABLE], cu_seqlens, tuple(checked), prepare
     )
-    out = with_outer(out, arguments.x, outer)
     return out if final_state is None else (out, final_state)
 
 
@@ -160,7 +157,7 @@ def call(every: tuple[Any, ...], options: tuple[Any, ...], group: Any) -> Any:
 
 def _normalised(
     tensors: Any, cu_seqlens: Any, options: tuple[Any, ...]
-) -> tuple[Arguments, Options, Outer, tuple[int, ...] | None]:
+) -> tuple[Arguments, Options, tuple[int, ...] | None]:
     """The checked arguments of this rank's part, and the bounds of packed sequences along the time of all ranks."""
     bounds = local = None
     if cu_seqlens is not None:
@@ -172,20 +169,19 @@ def _normalised(
         time = x.shape[1] if isinstance(x, Tensor) and x.dim() == 4 else 0
         local = cu_seqlens.new_tensor([0] * (len(bounds) - 1) + [time])
     every = *tensors, None, local, *options
-    arguments, checked, outer = normalised(*every)
-    return arguments._replace(cu_seqlens=None), checked, outer, bounds
+    arguments, checked = normalised(*every)
+    return arguments._replace(cu_seqlens=None), checked, bounds
 
 
 def _prepared(
     members: Members,
     arguments: Arguments,
     options: Options,
-    outer: Outer,
     bounds: tuple[int, ...] | None,
 ) -> Call:
     """The arguments, with the terms that ranks compare."""
     x, tensors = arguments.x, arguments[:DIFFERENTIABLE]
-    terms, state = _terms(arguments, options, outer, bounds), plans.state_shape(arguments)
+    terms, state = _terms(arguments, options, bounds), plans.state_shape(arguments)
 
     def run(part: parts.Part, cut: Tensor | None, required: Any) -> Run:
         return Run(
@@ -197,17 +193,15 @@ def _prepared(
     return Call(tensors, bounds, terms, False, run, True)
 
 
-def _terms(
-    arguments: Arguments, options: Options, outer: Outer, bounds: tuple[int, ...] | None
-) -> Terms:
+def _terms(arguments: Arguments, options: Options, bounds: tuple[int, ...] | None) -> Terms:
     """What ranks compare."""
     x, tensors = arguments.x, arguments[:DIFFERENTIABLE]
     batch, time, heads, size = x.shape
     groups_of_heads, states = arguments.B.shape[2:]
     present = {
-        "D": arguments.D is not None,
-        "D of (heads, P)": outer.D is not None,
-        "z": outer.z is not None,
+        "D": arguments.D is not None and arguments.D.dim() == 1,
+        "D of (heads, P)": arguments.D is not None and arguments.D.dim() == 2,
+        "z": arguments.z is not None,
         "dt_bias": arguments.dt_bias is not None,
     }
     recording = torch.is_grad_enabled()
@@ -234,7 +228,7 @@ def _terms(
 
 class Run(reduce.Run):
     """``tensors`` are the differentiable ``Arguments``. The backward pass needs all of them, with the state before this part in
-    place of the initial state."""
+    place of the initial state, and what ``z`` gates."""
 
     options: Options
 
@@ -250,18 +244,22 @@ class Run(reduce.Run):
     ) -> tuple[Tensor, Tensor | None, Tensors]:
         kept = *tensors[:-1], entered
         options = self.options._replace(final=self.final and self.bounds is not None)
-        out, final_states = plans.forward(Arguments._make((*kept, None, self.bounds)), options)
+        arguments = Arguments._make((*kept, None, self.bounds))
+        out, final_states, ungated = plans.forward(arguments, options, bool(wants))
         # No view: users could not change a view that a function returns in place.
-        return out.detach(), final_states, kept
+        return out.detach(), final_states, (*kept, ungated)
 
     def zeros(self, saved: Any) -> Tensor:
         return torch.zeros_like(saved[0])
 
     def backward_summary(self, saved: Any, out_grad: Tensor, row: Tensor) -> None:
-        arguments = _steps(saved, self.part.head)
+        arguments = _steps(saved[:-1], self.part.head)
         sizes, exponents = self._exponents(arguments)
         weights = exponents.cumsum(1).to(sizes.dtype).exp()
-        _write(row, exponents, _summed(weights, _cut(out_grad, self.part.head), arguments.C))
+        out_grad = _cut(out_grad, self.part.head)
+        if arguments.z is not None:
+            out_grad = gating.gradient_of_ungated(out_grad, _cut(arguments.z, self.part.head))
+        _write(row, exponents, _summed(weights, out_grad, arguments.C))
 
     def gradients(
         self,
@@ -271,9 +269,11 @@ class Run(reduce.Run):
         summary: None,
         wanted: tuple[bool, ...],
     ) -> Tensors:
-        exists = tuple(w and t is not None for w, t in zip(wanted, saved, strict=True))
+        *tensors, ungated = saved
+        exists = tuple(w and t is not None for w, t in zip(wanted, tensors, strict=True))
         options = self.options._replace(final=behind is not None)
-        back = Pass((*saved, None, self.bounds), (out_grad, behind), options, exists)
+        every = *tensors, None, self.bounds, ungated
+        back = Pass(every, (out_grad, behind), options, exists)
         return OPERATOR.first_derivative(back, self.required)
 
     def differentiable(

@@ -110,8 +110,9 @@ def ssd_scan(
         ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times and in
         both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative, if P is at most 128, N
         at most 256, and both are multiples of 8; all else is composed of torch's matrix products, chunk by chunk, with
-        states in float32. GPUs with less than 110 KB of shared memory for a CTA have no kernel for more than 128 states
-        forwards. In 16 bits, ``z`` and a ``D`` of (heads, P) apply to outputs that are rounded already.
+        states in float32. GPUs with less than 119 KB of shared memory for a CTA have no kernel for more than 128 states
+        forwards. Kernels apply ``D`` and ``z`` in float32, and round the output once. For the gradient of ``z`` they keep
+        s[t]·C[t] + D·x[t] in the dtype of ``x``.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
@@ -123,18 +124,17 @@ def ssd_scan(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    tensors = x, dt, A, B, C, D, dt_bias, initial_state, seq_idx, cu_seqlens
+    tensors = x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens
     pair = type(dt_limit) is tuple and len(dt_limit) == 2
-    if z is None and pair and not _is_compiling() and unwatched():
+    if pair and not _is_compiling() and unwatched():
         how = dt_softplus, *dt_limit, chunk_size, return_final_state, backend
         outputs = fast_scan(tensors, how)
         if outputs is not None:
-            return outputs if return_final_state else outputs[0]  # type: ignore[no-any-return]
-    every = x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens
+            return outputs[:2] if return_final_state else outputs[0]  # type: ignore[no-any-return]
     options = dt_softplus, dt_limit, chunk_size, return_final_state, backend
-    if (sharded := call_sharded("ssd_scan", every, options)) is not None:
+    if (sharded := call_sharded("ssd_scan", tensors, options)) is not None:
         return sharded  # type: ignore[no-any-return]
-    out, final_state = scan(*normalised(*every, *options))
+    out, final_state = scan(*normalised(*tensors, *options))
     return out if final_state is None else (out, final_state)
 
 
@@ -160,7 +160,7 @@ def describe(
     """The problems that a call of ``ssd_scan`` with these arguments poses, by direction; those of derivatives only if they
     are asked for. Nothing is computed."""
     tensors = x, dt, A, B, C, D, z, dt_bias, initial_state
-    arguments, options, _ = normalised(
+    arguments, options = normalised(
         *tensors, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size, return_final_state, backend
     )  # fmt: skip
     if arguments.x.numel() == 0:

@@ -66,16 +66,20 @@ class SSDScan(Operator):
             arguments = arguments._replace(initial_state=None if initial is None else initial[:, 0])
             final_grad = None if final_grad is None else final_grad[:, 0]
         if problem.direction == "forward":
-            out, final = plans.forward(arguments, options._replace(final=True))
+            out, final, _ = plans.forward(arguments, options._replace(final=True), False)
             if final is not None and arguments.cu_seqlens is None:
                 final = final[:, None]
             results = {"out": out} | ({} if final is None else {"final_state": final})
+            if tensors.get("ungated") is not None:
+                results["ungated"] = plans.forward(arguments._replace(z=None), options, False)[0]
         else:
             out_grad = tensors["out_grad"]
             assert out_grad is not None
             wanted = [True] * len(_GRADIENTS) + [False] * (DIFFERENTIABLE - len(_GRADIENTS))
-            gradients = plans.backward(arguments, out_grad, final_grad, options, tuple(wanted))
-            results = {n: g for n, g in zip(_GRADIENTS, gradients, strict=False) if g is not None}
+            arguments = arguments._replace(z=None)  # the gradient is of what it gates
+            gradients = plans.backward(arguments, None, out_grad, final_grad, options, tuple(wanted))  # fmt: skip
+            named = zip(_GRADIENTS, gradients, strict=False)
+            results = {n: g for n, g in named if g is not None and tensors.get(n) is not None}
         for name, result in results.items():
             kept = tensors[name]
             assert kept is not None

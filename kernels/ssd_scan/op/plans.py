@@ -16,7 +16,7 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.ssd_scan import reference
-from scan_registry.kernels.ssd_scan.op import composed
+from scan_registry.kernels.ssd_scan.op import composed, gating
 from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
 from scan_registry.kernels.ssd_scan.op.problems import copied, has_kernels, make_problem
 from scan_registry.kernels.ssd_scan.problem import Direction, SSDScanProblem
@@ -25,12 +25,15 @@ from scan_registry.runtime.loader import prepare, run_reference
 
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
-Outputs = tuple[Tensor, Tensor | None]
+#: The output; the final state if it is asked for; and what z gates, if a backward pass needs it.
+Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]
 #: What a call does to its tensors.
 Plan = Callable[..., Any]
 #: Arguments that kernels take without gaps.
 _DENSE = ("A", "D", "dt_bias", "seq_idx", "cu_seqlens")
+#: The place of z among the arguments.
+_OF_Z = Arguments._fields.index("z")
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -71,12 +74,18 @@ def state_shape(arguments: Arguments) -> tuple[Any, ...]:
     return (batch, *between, heads, size, arguments.B.shape[3])
 
 
-def empty_outputs(arguments: Arguments, options: Options) -> Outputs:
-    """The output and the final state, if it is asked for, not yet computed."""
+def _keeps_ungated(arguments: Arguments, options: Options, training: bool) -> bool:
+    """Whether a forward pass writes what z gates. What torch computes is differentiated without it."""
+    return training and arguments.z is not None and not _in_torch(arguments, options)
+
+
+def empty_outputs(arguments: Arguments, options: Options, training: bool) -> Outputs:
+    """The outputs, not yet computed."""
     x = arguments.x
     dtype = reference.compute_dtype(x.dtype)
     final = x.new_empty(state_shape(arguments), dtype=dtype) if options.final else None
-    return x.new_empty(x.shape), final
+    ungated = x.new_empty(x.shape) if _keeps_ungated(arguments, options, training) else None
+    return x.new_empty(x.shape), final, ungated
 
 
 def inputs_of(model: Arguments, copies: Sequence[str]) -> Callable[..., dict[str, Any]]:
@@ -106,20 +115,23 @@ def _in_pairs(state: Tensor | None) -> Tensor | None:
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def forward(arguments: Arguments, options: Options) -> Outputs:
-    """The output, and the final state if it is asked for."""
-    outputs: Outputs = plan_cache.run(make_forward, tuple(arguments), options)
+def forward(arguments: Arguments, options: Options, training: bool) -> Outputs:
+    """``Outputs``; in ``training`` with what z gates, if there is a z."""
+    outputs: Outputs = plan_cache.run(make_forward, tuple(arguments), options, training)
     return outputs
 
 
 def make_forward(*args: Any) -> Plan:
-    """The plan of ``forward``, from its tensors and options."""
-    *tensors, options = args
+    """The plan of ``forward``, from its tensors and options, and whether it is training."""
+    *tensors, options, training = args
     arguments = Arguments(*tensors)
+    keeps = _keeps_ungated(arguments, options, training)
 
     def by_torch(*tensors: Any) -> Outputs:
-        out, final = composed.forward(Arguments(*tensors), options)
-        return out, final.contiguous() if options.final else None
+        every = Arguments(*tensors)
+        out, final = composed.forward(every, options)
+        ungated = composed.forward(every._replace(z=None), options)[0] if keeps else None
+        return out, final.contiguous() if options.final else None, ungated
 
     if _in_torch(arguments, options):
         return by_torch
@@ -132,13 +144,14 @@ def make_forward(*args: Any) -> Plan:
     inputs, x = inputs_of(arguments, copies), arguments.x
     new_out = allocator(x.device, x.shape, x.dtype)
     new_final = allocator(x.device, state_shape(arguments)) if options.final else lambda: None
+    new_ungated = new_out if keeps else lambda: None
 
     def plan(*tensors: Any) -> Outputs:
         pointers = inputs(Arguments(*tensors))
-        out, final = new_out(), new_final()
-        pointers |= {"out": out, "final_state": final}
+        out, final, ungated = new_out(), new_final(), new_ungated()
+        pointers |= {"out": out, "final_state": final, "ungated": ungated}
         run(pointers)
-        return out, final
+        return out, final, ungated
 
     return plan
 
@@ -148,13 +161,15 @@ def make_forward(*args: Any) -> Plan:
 
 def backward(
     arguments: Arguments,
+    ungated: Tensor | None,
     out_grad: Tensor,
     final_grad: Tensor | None,
     options: Options,
     wanted: tuple[bool, ...],
 ) -> Gradients:
-    """The gradients that are wanted, of the differentiable arguments, each in its own dtype and without gaps."""
-    tensors = *arguments, out_grad, final_grad
+    """The gradients that are wanted, of the differentiable arguments, each in its own dtype and without gaps. ``ungated`` is
+    what the forward pass has kept."""
+    tensors = *arguments, ungated, out_grad, final_grad
     gradients: Gradients = plan_cache.run(make_backward, tensors, options, wanted)
     return gradients
 
@@ -162,7 +177,7 @@ def backward(
 def make_backward(*args: Any) -> Plan:
     """The plan of ``backward``, from its tensors, options and what is wanted."""
     *tensors, options, wanted = args
-    *every, out_grad, _ = tensors
+    *every, _, out_grad, _ = tensors
     arguments = Arguments(*every)
 
     def by_torch(*tensors: Any) -> Gradients:
@@ -170,12 +185,18 @@ def make_backward(*args: Any) -> Plan:
         recorded = torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False)
         with recorded, torch.no_grad():
             gradients = composed.backward(
-                Arguments(*tensors[:-2]), options, tensors[-2], tensors[-1], wanted
+                Arguments(*tensors[:-3]), options, tensors[-2], tensors[-1], wanted
             )
         return tuple(None if g is None else g.contiguous() for g in gradients)
 
     if _in_torch(arguments, options):
         return by_torch
+    needed = tuple(
+        want and tensor is not None for want, tensor in zip(wanted, arguments, strict=False)
+    )
+    if arguments.z is not None:  # kernels take the gradient of what it gates, without gaps
+        arguments = arguments._replace(z=None)
+        out_grad = torch.empty(out_grad.shape, dtype=out_grad.dtype, device="meta")
     copies = copied(arguments, out_grad)
     directions: tuple[Direction, ...] = ("states", "adjoint", "backward")
     kernels = _prepared(directions, arguments, options, out_grad, copies)
@@ -183,9 +204,6 @@ def make_backward(*args: Any) -> Plan:
         decision = kernels
         return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
     runs, problem = [run for run, _ in kernels], kernels[-1][1]
-    needed = tuple(
-        want and tensor is not None for want, tensor in zip(wanted, arguments, strict=False)
-    )
     inputs = inputs_of(arguments, copies)
     buffers = {
         name: allocator(arguments.x.device, shape, dtype)
@@ -193,14 +211,21 @@ def make_backward(*args: Any) -> Plan:
     }
 
     def plan(*tensors: Any) -> Gradients:
-        *every, out_grad, final_grad = tensors
-        arguments = Arguments(*every)
-        pointers = inputs(arguments, out_grad)
+        *every, ungated, out_grad, final_grad = tensors
+        arguments, inner_grad = Arguments(*every), out_grad
+        if arguments.z is not None:
+            inner_grad = gating.gradient_of_ungated(out_grad, arguments.z)
+        pointers = inputs(arguments, inner_grad)
         pointers["final_grad"] = _in_pairs(final_grad)
         pointers |= {name: new() for name, new in buffers.items()}
         for run in runs:
             run(pointers)
-        return finished(arguments, pointers, needed)
+        gradients = finished(arguments, pointers, needed)
+        if needed[_OF_Z]:
+            assert arguments.z is not None
+            z_grad = gating.gradient_of_z(out_grad, ungated, arguments.z)
+            return *gradients[:_OF_Z], z_grad, *gradients[_OF_Z + 1 :]
+        return gradients
 
     return plan
 
@@ -228,7 +253,7 @@ def written(
         "B_grad": (projection, wide),
         "C_grad": (projection, wide),
     }
-    if arguments.D is not None:
+    if arguments.D is not None and not p.wide_D:
         buffers["D_grad"] = heads, wide
     if initial:
         buffers["initial_grad"] = state_shape(arguments), wide
@@ -238,15 +263,16 @@ def written(
 def finished(
     arguments: Arguments, pointers: Mapping[str, Any], needed: tuple[bool, ...]
 ) -> Gradients:
-    """The gradients that are needed, of what kernels wrote."""
+    """The gradients that are needed, of what kernels wrote; None for that of z."""
     dt_grad = _total(pointers["dt_grad"])
-    gradients: list[Callable[[], Tensor]] = [
+    gradients: list[Callable[[], Tensor | None]] = [
         lambda: _total(pointers["x_grad"]),
         lambda: dt_grad.to(arguments.dt.dtype),
         lambda: pointers["A_grad"].sum((0, 1, 2)),
         lambda: _total(pointers["B_grad"]).to(arguments.B.dtype),
         lambda: _total(pointers["C_grad"]).to(arguments.C.dtype),
-        lambda: pointers["D_grad"].sum((0, 1, 2)),
+        lambda: _skip_gradient(arguments, pointers),
+        lambda: None,  # of z
         lambda: dt_grad.sum((0, 1)),
         lambda: pointers["initial_grad"],
     ]
@@ -254,6 +280,15 @@ def finished(
     return tuple(
         gradient() if need else None for gradient, need in zip(gradients, needed, strict=True)
     )
+
+
+def _skip_gradient(arguments: Arguments, pointers: Mapping[str, Any]) -> Tensor:
+    """That of D."""
+    if arguments.D is not None and arguments.D.dim() == 2:
+        products: Tensor = pointers["out_grad"].float() * arguments.x
+        return products.sum((0, 1))
+    gradient: Tensor = pointers["D_grad"].sum((0, 1, 2))
+    return gradient
 
 
 def _total(terms: Tensor) -> Tensor:

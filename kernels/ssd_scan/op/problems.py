@@ -34,7 +34,7 @@ _CTAS_OF_SM = 4
 #: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
 _SHARED_OF_BLOCK = 130_048
 #: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
-_WHOLE = ("x", "B", "C", "out_grad")
+_WHOLE = ("x", "B", "C", "z", "out_grad")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,10 @@ def make_problem(
     strides: list[int] = []
     for name in STRIDED[direction]:
         tensor = tensors[name]
-        assert tensor is not None
+        if tensor is None:
+            assert name == "z"
+            strides += 0, 0, 0
+            continue
         strides += _strides(tensor, ("out_grad" if name == "grad" else name) in copies)
     return SSDScanProblem(
         direction=direction,
@@ -112,6 +115,7 @@ def make_problem(
         strides=tuple(strides),
         softplus=options.softplus,
         wide_dt=arguments.dt.dtype != x.dtype or x.dtype not in COMPILED,
+        wide_D=arguments.D is not None and arguments.D.dim() == 2,
         low=options.low,
         high=options.high,
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,

@@ -10,26 +10,29 @@ from scan_registry.distributed.layouts import Layout, Sharding, optional, where_
 
 def _dual(*tensors: Any) -> tuple[list[str | None], str, Mapping[str, int]]:
     """The letters of all tensors, (batch, time, heads, size of a head) and so on, those of a state, and ``Layout.whole``."""
-    cu_seqlens, groups = tensors[9], tensors[3].shape[2]
+    cu_seqlens, groups, D = tensors[10], tensors[3].shape[2], tensors[5]
     state = "bc.." if cu_seqlens is None else "b.c.."
     projection = "bt.." if groups == 1 else "btC."
-    letters = ["btc.", "btc", "c", projection, projection, "c", "c", state, "bt", "."]
+    of_D = "c" if D is None else "c."[: D.dim()]
+    letters = ["btc.", "btc", "c", projection, projection, of_D, "btc.", "c", state, "bt", "."]
     names = [optional(t, of) for t, of in zip(tensors, letters, strict=True)]
     return names, state, {} if groups == 1 else {"c": groups}
 
 
 def forward(*args: Any) -> Layout:
-    tensors, final = args[:10], args[-2]
+    tensors, final = args[:11], args[-3]
     letters, state, whole = _dual(*tensors)
-    return Layout(tuple(letters), ("btc.", state if final else None), "bc", whole)
+    ungated = optional(tensors[6], "btc.")
+    return Layout(tuple(letters), ("btc.", state if final else None, ungated), "bc", whole)
 
 
 def backward(*args: Any) -> Layout:
-    tensors, final_grad, wanted = args[:10], args[11], args[-1]
+    tensors, ungated, final_grad, wanted = args[:11], args[11], args[13], args[-1]
     letters, state, whole = _dual(*tensors)
-    there = [want and t is not None for t, want in zip(tensors[:8], wanted, strict=True)]
-    results = where_wanted([letter or "" for letter in letters[:8]], there)
-    return Layout((*letters, "btc.", optional(final_grad, state)), results, "bc", whole)
+    there = [want and t is not None for t, want in zip(tensors[:9], wanted, strict=True)]
+    results = where_wanted([letter or "" for letter in letters[:9]], there)
+    kept = None if ungated is None else "btc." if ungated.dim() == 4 else "."
+    return Layout((*letters, kept, "btc.", optional(final_grad, state)), results, "bc", whole)
 
 
 def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
@@ -38,13 +41,10 @@ def _times(tensors: Sequence[Any], options: Sequence[Any]) -> list[int | None]:
 
 
 def _layout(tensors: Sequence[Any], options: Sequence[Any]) -> Layout | None:
-    """Of all tensors with ``z``, and a ``D`` that may be (heads, P)."""
-    (B, _, D, z), seq_idx, final = tensors[3:7], tensors[9], options[3]
-    if seq_idx is not None or B.dim() != 4:
+    seq_idx, final = tensors[9], options[3]
+    if seq_idx is not None or tensors[3].dim() != 4:
         return None
-    letters, state, whole = _dual(*tensors[:6], *tensors[7:])
-    letters[5] = None if D is None else "c."[: D.dim()]
-    letters.insert(6, optional(z, "btc."))
+    letters, state, whole = _dual(*tensors)
     return Layout(tuple(letters), ("btc.", state if final else None), "bc", whole)
 
 

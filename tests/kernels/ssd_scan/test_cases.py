@@ -14,8 +14,9 @@ from scan_registry.kernels.ssd_scan.spec import parameters
 SHAPE = (2, 2 * CHUNK + 9, 4, 3, 5)
 
 
-def solved_by_reference(trial: cases.Trial) -> dict[str, Tensor]:
-    """Results by a loop that torch differentiates. The initial state, if it is zeros, has a gradient, too."""
+def solved_by_reference(trial: cases.Trial, z: Tensor | None = None) -> dict[str, Tensor]:
+    """Results by a loop that torch differentiates, with ``z`` in place of the trial's, whose gate kernels do not differentiate.
+    The initial state, if it is zeros, has a gradient, too."""
     setting, batch, heads = trial.setting, trial.shape[0], trial.shape[2]
     tensors = {
         name: t.double().requires_grad_() if t is not None and t.is_floating_point() else t
@@ -28,7 +29,7 @@ def solved_by_reference(trial: cases.Trial) -> dict[str, Tensor]:
     if initial is None:
         initial = torch.zeros(of_state, dtype=torch.float64, requires_grad=True)
     out, final = reference.forward(
-        *(there(tensors[name]) for name in ("x", "dt", "A", "B", "C")), tensors["D"], None, tensors["dt_bias"],
+        *(there(tensors[name]) for name in ("x", "dt", "A", "B", "C")), tensors["D"], z, tensors["dt_bias"],
         setting.softplus, cases._limits(setting), initial if bounds is not None else initial[:, 0], tensors["seq_idx"],
         bounds,
     )  # fmt: skip
@@ -38,6 +39,8 @@ def solved_by_reference(trial: cases.Trial) -> dict[str, Tensor]:
         results, grads = [out, final], [*grads, tensors["final_grad"].detach()]
     names = {"x_grad": "x", "dt_grad": "dt", "A_grad": "A", "B_grad": "B", "C_grad": "C", "D_grad": "D"}  # fmt: skip
     leaves = {n: tensors[of] for n, of in names.items() if tensors[of] is not None}
+    if trial.setting.wide_D:
+        leaves.pop("D_grad", None)
     leaves["initial_grad"] = initial
     gradients = torch.autograd.grad(results, [*leaves.values()], grads)
     return {"out": out, "final_state": final, **dict(zip(leaves, gradients, strict=True))}
@@ -47,6 +50,9 @@ def solved_by_reference(trial: cases.Trial) -> dict[str, Tensor]:
 def test_what_is_expected_is_what_torch_differentiates(setting: cases.Setting) -> None:
     trial = cases.draw(SHAPE, setting, "float16", "cpu")
     expected = solved_by_reference(trial)
+    if (z := trial.inputs["z"]) is not None:
+        expected["ungated"] = expected["out"]
+        expected["out"] = solved_by_reference(trial, z.double())["out"]
     for name, value in expected.items():
         torch.testing.assert_close(trial.expected[name], value.detach(), rtol=1e-9, atol=1e-9)
     assert {*expected, "states", "adjoints"} == {*trial.expected}
@@ -67,7 +73,7 @@ def test_states_and_adjoints_are_of_the_parts_of_a_scan(setting: cases.Setting) 
             )
             assert trial.occupied[slot]
             steps = {
-                n: t if t is None or n not in ("x", "dt", "B", "C", "out_grad", "seq_idx") else t[:, first:last]
+                n: t if t is None or n not in ("x", "dt", "B", "C", "z", "out_grad", "seq_idx") else t[:, first:last]
                 for n, t in trial.inputs.items()
             }  # fmt: skip
             starts = steps["seq_idx"] is not None and place > 0
@@ -91,10 +97,10 @@ def test_every_pointer_has_a_tensor_and_results_count(
 ) -> None:
     trial = cases.draw((2, 70, 4, 8, 8), setting, "bfloat16", "cpu")
     for case in trial.launches(direction):
-        optional = {"D", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad"}  # fmt: skip
+        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated"}  # fmt: skip
         pointers = {p.name for p in parameters(case.problem.direction) if p.kind == "pointer"}
         assert pointers - {*case.tensors} <= optional
-        for name in ("x", "B", "C", "out_grad"):
+        for name in ("x", "B", "C", "out_grad", *(["z"] if setting.gated else [])):
             tensor = there(case.tensors[name])
             assert tensor.stride(-1) == 1
             assert not any(stride % 8 for stride in tensor.stride()[:3])

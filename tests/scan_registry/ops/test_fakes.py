@@ -258,15 +258,17 @@ def ssd_scan(draw: Draw) -> Calls:
     tensors = (
         *(draw.tensor(*head, D), draw.tensor(*head), draw.tensor(2, dtype=draw.wide)),
         *(draw.tensor(*projection), draw.tensor(*projection), draw.perhaps(2, dtype=draw.wide)),
-        *(draw.perhaps(2, dtype=draw.wide), draw.perhaps(*of_state, dtype=draw.wide), numbers),
+        *(draw.perhaps(*head, D), draw.perhaps(2, dtype=draw.wide)),
+        *(draw.perhaps(*of_state, dtype=draw.wide), numbers),
         None if bounds is None else bounds.int(),
     )
     final = draw.flag()
     how = draw.flag(), 0.1, 0.8, draw.random.choice([0, 2]), final, draw.backend
-    yield "ssd_scan", (*tensors, *how)
-    out, last = called("ssd_scan", *tensors, *how)
+    training = draw.flag()
+    yield "ssd_scan", (*tensors, *how, training)
+    out, last, ungated = called("ssd_scan", *tensors, *how, training)
     grads = draw.like(out), draw.like(last) if final and draw.flag() else None
-    yield "ssd_scan_backward", (*tensors, *grads, *how, draw.flags(8))
+    yield "ssd_scan_backward", (*tensors, ungated, *grads, *how, draw.flags(9))
 
 
 FAMILIES: Sequence[Callable[[Draw], Calls]] = (

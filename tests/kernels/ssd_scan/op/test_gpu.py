@@ -62,6 +62,23 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     agrees(problem, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gates_and_wide_skips(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Both in the kernels: z lies in a wider tensor, as Mamba-2's modules pass it."""
+    problem = draw(*shape, dtype=dtype, wide_D=True)
+    problem["z"] = torch.cat([problem["x"], problem["z"]], 1)[:, shape[1] :]
+    agrees(problem, dtype)
+
+
+def test_a_gate_is_applied_before_rounding() -> None:
+    problem = draw(2, 200, 4, 64, 1, 128, dtype=torch.float16)
+    problem |= {"x": problem["x"] * 0 + 1, "D": problem["D"] * 0 + 1e6, "z": problem["z"] * 0 - 9}
+    out, _ = run(**on_gpu(problem))
+    expected, _ = right(**{n: t.double() for n, t in problem.items()})
+    assert relative_error(out.cpu(), expected) < 1e-3
+
+
 @pytest.mark.parametrize("bounds", [(0, 0, 70, 200), (0, 64, 128, 200), (0, 1, 2, 200), (0, 200, 200, 200)])  # fmt: skip
 @pytest.mark.parametrize("indexed", [False, True], ids=["", "indexed"])
 def test_packed(bounds: tuple[int, ...], indexed: bool) -> None:
@@ -89,10 +106,9 @@ def test_decays_of_any_size(scale: float) -> None:
             assert relative_error(result.cpu(), value) < 1e-2, name
 
 
-@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "initial_state"])
+@pytest.mark.parametrize("name", ["x", "dt", "B", "C", "z", "initial_state"])
 def test_nan_stays_in_its_row(name: str) -> None:
     problem = draw(2, 90, 2, 64, 1, 64, dtype=torch.bfloat16)
-    del problem["z"]
     (clean, _), clean_grads = gradients_of(run, on_gpu(problem))
     problem[name][0].view(-1)[5] = torch.nan
     (out, _), grads = gradients_of(run, on_gpu(problem))
@@ -100,7 +116,7 @@ def test_nan_stays_in_its_row(name: str) -> None:
     assert torch.equal(out[1], clean[1])
     names = [n for n in NAMES if n in problem]
     for key, grad, value in zip(names, grads, clean_grads, strict=True):
-        if key in ("x", "dt", "B", "C", "initial_state"):
+        if key in ("x", "dt", "B", "C", "z", "initial_state"):
             assert torch.equal(grad[1], value[1]), key
 
 

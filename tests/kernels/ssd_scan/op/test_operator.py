@@ -65,21 +65,24 @@ def test_what_is_copied_before_kernels_read_it() -> None:
     B = torch.randn(2, 70, 1, 16, dtype=torch.float16)
     strange = torch.randn(2, 70, 2, 24, dtype=torch.float16)[:, :, :1, 1:17]
     dt, A = torch.rand(2, 4, 70).mT, -torch.ones(4)
-    nothing = (None,) * 6
+    nothing = (None,) * 4
 
-    def describe(x: torch.Tensor, B: torch.Tensor, C: torch.Tensor) -> dict[str, problems.KernelCall]:  # fmt: skip
-        arguments, options, _ = normalised(x, dt, A, B, C, *nothing, False, (0.1, 1.5), None, False, "auto")  # fmt: skip
+    def describe(x: torch.Tensor, B: torch.Tensor, C: torch.Tensor, z: torch.Tensor | None = None) -> dict[str, problems.KernelCall]:  # fmt: skip
+        arguments, options = normalised(x, dt, A, B, C, None, z, *nothing, False, (0.1, 1.5), None, False, "auto")  # fmt: skip
         return problems.describe(arguments, options, True)
 
     calls = describe(x, B, B)
     assert all(call.copied == () for call in calls.values())
     problem = calls["forward"].problem
     dense = (70 * 16, 16, 16)
-    assert problem.strides == (70 * 64, 64, 16, 280, 1, 70, *dense, *dense)
+    assert problem.strides == (70 * 64, 64, 16, 280, 1, 70, *dense, *dense, 0, 0, 0)
     assert (problem.scalars()["dt_low"], problem.scalars()["dt_high"]) == (0x3DCCCCCD, 0x3FC00000)
     calls = describe(x.mT.contiguous().mT, B, strange)
     assert [call.copied for call in calls.values()] == [("x", "C"), ("x",), ("C",), ("x", "C")]
     assert calls["forward"].problem.strides == problem.strides
+    calls = describe(x, B, B, x.mT.contiguous().mT)
+    assert [call.copied for call in calls.values()] == [("z",), (), (), ()]
+    assert calls["forward"].problem.strides[-3:] == problem.strides[:3]
 
 
 def test_bits_of_limits() -> None:
@@ -101,6 +104,6 @@ def test_bytes_and_calls_of_a_case() -> None:
     out = BENCHMARK.call(case, "forward", "auto", device)()
     assert out.shape == (2, 70, 4, 8)
     gradients = BENCHMARK.call(case, "backward", "auto", device)()
-    assert [g is not None for g in gradients] == [True] * 7 + [False]
+    assert [g is not None for g in gradients] == [True] * 6 + [False, True, False]
     with pytest.raises(ValueError, match="expected dense:batch,time,heads,size,states:dtype"):
         BENCHMARK.parse("dense:2,70,4,8:float32")

@@ -33,6 +33,7 @@ class Kernels:
     def __init__(self) -> None:
         self.launched: list[SSDScanProblem] = []
         self.kept: dict[str, Tensor] = {}
+        self.written: set[str] = set()
 
     def prepare(self, index: Any, family: Any, problem: SSDScanProblem, *rest: Any) -> Any:
         kernel = family.kernel(problem.direction, "cuda")
@@ -44,16 +45,19 @@ class Kernels:
         names = POINTERS[problem.direction]
         for name in names:
             tensor = tensors.get(name)
-            if tensor is not None and name != "dt" and name not in ("x", "B", "C", "out_grad"):
+            if tensor is not None and name != "dt" and name not in ("x", "B", "C", "z", "out_grad"):
                 assert tensor.is_contiguous(), name
                 assert tensor.data_ptr() % 8 == 0 or tensor.dtype == torch.int32, name
         inputs = {name: tensors.get(name) for name in (*names, "C", "out_grad", "final_grad", "D")}
         shapes = {"x": (problem.heads, problem.head_size), "dt": (problem.heads,), "B": (problem.groups, problem.state_size)}  # fmt: skip
-        shapes |= {"C": shapes["B"], "grad": shapes["x"]}
+        shapes |= {"C": shapes["B"], "grad": shapes["x"], "z": shapes["x"]}
         strides, scalars = dict[str, tuple[int, ...]](), problem.scalars()
         for stride_of, dimensions in STRIDED[problem.direction].items():
             strides[stride_of] = tuple(scalars[f"{stride_of}_{of}"] for of in dimensions)
             tensor = tensors["out_grad" if stride_of == "grad" else stride_of]
+            if tensor is None:
+                assert (stride_of, strides[stride_of]) == ("z", (0, 0, 0))
+                continue
             size = problem.batch, problem.time, *shapes[stride_of]
             along = (*strides[stride_of], 1)[: len(size)]
             read = torch.as_strided(tensor, size, along)
@@ -71,7 +75,7 @@ class Kernels:
         for name, like in (("out_grad", "x"), ("C", "B"), ("x", "out_grad"), ("B", "C")):
             if inputs.get(name) is None:
                 inputs[name] = torch.zeros_like(inputs[like])
-        inputs |= dict.fromkeys({"dt_bias", "initial_state", "cu_seqlens", "seq_idx"} - inputs.keys())  # fmt: skip
+        inputs |= dict.fromkeys({"z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"} - inputs.keys())  # fmt: skip
         # What kernels handed on is of the same problem, of which this computes all again.
         for name in ("states", "adjoints"):
             if name in POINTERS[problem.direction] and name not in OUTPUTS[problem.direction]:
@@ -86,13 +90,16 @@ class Kernels:
         self, problem: SSDScanProblem, inputs: dict[str, Any], tensors: Mapping[str, Any]
     ) -> None:
         assert (inputs["dt"].dtype == torch.float32) == problem.wide_dt
+        D = inputs["D"]
+        assert problem.scalars().get("D_channel") == (D is not None and D.dim() == 2)
         solution = solve(inputs, problem.softplus, (problem.low, problem.high))
+        self.written = {n for n in OUTPUTS[problem.direction] if tensors.get(n) is not None}
         for name in OUTPUTS[problem.direction]:
             target, result = tensors.get(name), solution.results.get(name)
             if name in ("states", "adjoints"):
                 self.kept[name] = result
             if target is None:
-                assert name in ("final_state", "initial_grad", "D_grad")
+                assert name in ("final_state", "initial_grad", "D_grad", "ungated")
                 continue
             assert result is not None
             if name in ("A_grad", "D_grad"):
@@ -155,9 +162,30 @@ def test_without_what_may_be_left_out(kernels: Kernels) -> None:
     assert relative_error(out, right(**{n: t.double() for n, t in problem.items()})[0]) < 5e-3
 
 
-def test_gates_and_wide_skips_are_computed_outside(kernels: Kernels) -> None:
-    agrees(draw(1, 70, 4, 8, 1, 8, dtype=torch.float16, wide_D=True))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gates_and_wide_skips(kernels: Kernels, dtype: torch.dtype) -> None:
+    agrees(draw(1, 70, 4, 8, 1, 8, dtype=dtype, wide_D=True))
     assert len(kernels.launched) == 4
+
+
+def test_what_is_gated_is_kept_for_gradients_alone(kernels: Kernels) -> None:
+    problem = draw(1, 70, 4, 8, 1, 8, dtype=torch.bfloat16)
+    run(**problem)
+    assert kernels.written == {"out", "final_state"}
+    run(**problem | {"x": problem["x"].clone().requires_grad_()})
+    assert kernels.written == {"out", "final_state", "ungated"}
+    without = {name: t for name, t in problem.items() if name != "z"}
+    run(**without | {"x": problem["x"].clone().requires_grad_()})
+    assert kernels.written == {"out", "final_state"}
+
+
+def test_what_is_gated_may_exceed_the_dtype(kernels: Kernels) -> None:
+    """In float16, y is up to 65504; y·silu(z) is rounded once."""
+    problem = draw(1, 70, 4, 8, 1, 8, dtype=torch.float16)
+    problem |= {"x": problem["x"] * 0 + 1, "D": problem["D"] * 0 + 1e6, "z": problem["z"] * 0 - 9}
+    out, _ = run(**problem)
+    exact = {n: t.double() for n, t in problem.items()}
+    assert relative_error(out, right(**exact)[0]) < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -173,11 +201,10 @@ def test_gates_and_wide_skips_are_computed_outside(kernels: Kernels) -> None:
 )
 def test_strides(kernels: Kernels, change: Callable[[Tensor], Tensor]) -> None:
     problem = draw(2, 70, 4, 8, 2, 8, dtype=torch.bfloat16)
-    del problem["z"]
     plain = gradients_of(run, problem)
 
     def of_changed(**leaves: Any) -> Any:
-        return run(**{n: change(t) if n in ("x", "B", "C") else t for n, t in leaves.items()})
+        return run(**{n: change(t) if n in ("x", "B", "C", "z") else t for n, t in leaves.items()})
 
     torch.testing.assert_close(gradients_of(of_changed, problem), plain, rtol=0, atol=0)
 
@@ -214,7 +241,6 @@ def test_derivatives_of_derivatives_are_composed(kernels: Kernels) -> None:
 
 def test_a_call_again_finds_its_plan(kernels: Kernels) -> None:
     problem = draw(1, 70, 4, 8, 1, 8, dtype=torch.bfloat16)
-    del problem["z"]
     first = run(**problem)
     prepared, plans_kept = len(kernels.launched), len(launching.plan_cache._plans)
     torch.testing.assert_close(run(**problem), first, rtol=0, atol=0)

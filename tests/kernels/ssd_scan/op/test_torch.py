@@ -136,13 +136,16 @@ def test_one_graph_without_options() -> None:
 @pytest.mark.parametrize("final", [False, True], ids=["", "final"])
 def test_the_operator_is_as_torch_wants_it(final: bool) -> None:
     tensors = [t.requires_grad_() for t in drawn(torch.float32)]
-    arguments, options, _ = normalised(*tensors[:6], None, *tensors[7:], None, None, True, LIMIT, 4, final, "auto")  # fmt: skip
+    arguments, options = normalised(*tensors, None, None, True, LIMIT, 4, final, "auto")
     operators = torch.ops.scan_registry
     utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operators.ssd_scan.default, (*arguments, *options), test_utils=utils)
-    out, last = operators.ssd_scan(*arguments, *options)
+    torch.library.opcheck(
+        operators.ssd_scan.default, (*arguments, *options, True), test_utils=utils
+    )
+    out, last, ungated = operators.ssd_scan(*arguments, *options, True)
     grads = torch.randn_like(out).mT.contiguous().mT, torch.randn_like(last) if final else None
-    back = (*(None if t is None else t.detach() for t in arguments), *grads, *options, [True] * 8)
+    saved = [None if t is None else t.detach() for t in (*arguments, ungated)]
+    back = (*saved, *grads, *options, [True] * 9)
     torch.library.opcheck(operators.ssd_scan_backward.default, back, test_utils=utils)
 
 
