@@ -9,12 +9,14 @@
 //     A_grad = Σ_t dt_t·a_grad_t                             D_grad = Σ_t X_tt
 // where dt is the step size and a_grad the gradient of dt·A.
 //
-// Traffic of a step and head: SIZE elements of x, dy and x_grad each, once for each block of STATES states; and SIZE ·
-// state_size / 32 of S and G.
+// Traffic of a step and head: SIZE elements of x, dy and x_grad each, once for each block of STATES states, and x_grad once more
+// for each block but one; and SIZE · state_size / 32 of S and G.
 //
-// A CTA has one chunk, some heads of a group, one after the other, and a block of STATES states. x_grad, dt_grad and A_grad are
-// sums over states, so the caller adds up the blocks. B_grad, C_grad and Σ L·dt·X over the CTA's heads stay in registers. Eight
-// warps, 16 rows and half of the columns each:
+// A CTA has one chunk and some heads of a group. It takes blocks of STATES states one after the other, the last block first, and
+// for each block all heads. B_grad, C_grad and Σ L·dt·X over the CTA's heads stay in registers. x_grad, dt_grad and A_grad are
+// sums over states: the first block's pass over the heads stores them, with all that does not depend on states, and with the
+// product of L·(C·Bᵀ) over all states and dy. Later passes (FIRST is false) add the other terms of their states, without
+// masked_scores. Eight warps, 16 rows and half of the columns each:
 //
 //     masked_scores  L·(C·Bᵀ) to shared memory; X = dy·xᵀ, weighted, to Σ L·dt·X  (step i, step j)
 //     dot            dy·(C·Sᵀ) and x·(B·Gᵀ), for finish                          (step, channel)
@@ -33,36 +35,61 @@ struct Backward : BackwardChunk {
     __device__ void run() {
         if (heads == 0) return;
         if (range.steps == 0) return store_nothing();
-        load_inputs();
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) load(i, i);
+        clear(scores), clear(weights);
+#pragma unroll 1
+        for (first_state = 0; first_state < last_block; first_state += STATES) {
+            load_inputs();
+            wait_for_copies<0>();
+            meet();
+            add_scores();
+            __syncthreads();
+        }
+        start_loads();
         for (int h = warp; h < heads; h += WARPS) compute_decays(h);
         wait_for_copies<STAGES - 1>();
         meet();
-        score_inputs();
+        add_scores();
+        pass<true>();
+        keep_weights();
+#pragma unroll 1
+        while (true) {
+            meet();
+            store_projections();
+            if (first_state == 0) break;
+            __threadfence();  // copies to shared memory read what the pass before has stored
+            __syncthreads();
+            first_state -= STATES;
+            start_loads();
+            pass<false>();
+        }
+    }
+
+    __device__ void add_scores() {
+        begin_products();
+        multiply<STATES, true>(scores, along_k(C), along_k(B, PART * side));
+        close_products();
+        wait_for_products<0>(scores);
+    }
+
+    // All heads, for one block of states.
+    template <bool FIRST>
+    __device__ void pass() {
+        clear(B_grad), clear(C_grad);
         int stage = 0;
 #pragma unroll 1
         for (int i = 0; i < tiles; i++) {
             if constexpr (STAGES == 1) load(i, 0);
             wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
             meet();
+            if constexpr (!FIRST) load_x_grad(head(i));
             if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-            work(head(i), tiles_of(stage));
-            if (i && warp == i % WARPS) finish(head(i - 1));
+            work<FIRST>(head(i), tiles_of(stage));
+            if (i && warp == i % WARPS) finish<FIRST>(head(i - 1));
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             if constexpr (STAGES == 1) __syncthreads();
         }
         __syncthreads();
-        if (warp == 0) finish(head(tiles - 1));
-        store_projections();
-    }
-
-    __device__ void score_inputs() {
-        clear(scores), clear(weights), clear(B_grad), clear(C_grad);
-        begin_products();
-        multiply<STATES, true>(scores, along_k(C), along_k(B, PART * side));
-        close_products();
-        wait_for_products<0>(scores);
+        if (warp == 0) finish<FIRST>(head(tiles - 1));
     }
 
     __device__ static float of_quarter(float x) {  // the sum over the four lanes that share rows
@@ -70,16 +97,18 @@ struct Backward : BackwardChunk {
         return x + __shfl_xor_sync(FULL_WARP, x, 2);
     }
 
+    template <bool FIRST>
     __device__ void work(const Head& of, const Tiles& from) {
         const int first = PART * side, column = WARP_STATES * side;  // the warp's channels and states
         float products[PART_TILES][4], y[PART_TILES][4], u[PART_TILES][4], of_states[STATE_TILES][4];
         begin_products();
-        multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, PART * side));
+        if constexpr (FIRST) multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, PART * side));
         multiply<STATES, false>(y, along_k(C), along_k(from.states, first));
         close_products();
         multiply_states(of, from);
-        wait_for_products<0>(products), wait_for_products<0>(y);
-        masked_scores(of, products);
+        if constexpr (FIRST) wait_for_products<0>(products);
+        wait_for_products<0>(y);
+        if constexpr (FIRST) masked_scores(of, products);
 
         begin_products();
         multiply<SIZE, false>(of_states, along_k(from.grad), across_k(from.states, column));
@@ -96,14 +125,15 @@ struct Backward : BackwardChunk {
         const float dt0 = of.dt[own], dt1 = of.dt[own + 8];
         dot(u, from.x, dt0, dt1, of.terms.end[side]);
 
-        meet();  // the square is there
+        if constexpr (FIRST) meet();  // the square is there
         begin_products();
-        multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
+        if constexpr (FIRST) multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
         multiply<SIZE, false>(of_states, along_k(from.x), across_k(from.adjoints, column));
         close_products();
-        wait_for_products<0>(u), wait_for_products<0>(of_states);
+        if constexpr (FIRST) wait_for_products<0>(u);
+        wait_for_products<0>(of_states);
         add(B_grad, of_states, dt0 * end0, dt1 * end1);
-        combine(of, from, u, dt0, dt1);
+        combine<FIRST>(of, from, u, dt0, dt1);
     }
 
     // sums += scale · products, with a scale a row.
@@ -193,46 +223,50 @@ struct Backward : BackwardChunk {
     }
 
     // x_grad of a warp's 16 steps and PART channels.
+    template <bool FIRST>
     __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float dt0,
                             float dt1) const {
         const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
-        const int first = PART * side;
-        const int head = first_head + of.number;
-        const int D_channel = int(args.D_channel);
-        const float* const D = args.D && state_block == 0 ? args.D + head * (D_channel ? head_size : 1) : nullptr;
+        const int first = PART * side, head = first_head + of.number, D_channel = int(args.D_channel);
+        const float* const D = args.D ? args.D + head * (D_channel ? head_size : 1) : nullptr;
         float dot0 = 0, dot1 = 0;
         const unsigned sums_at = x.moved(x.lane_of_sums(row), 0, first) - x.address;
+        if constexpr (!FIRST) {
+            wait_for_copies<STAGES - 1>();  // but for those of the next head tile
+            __syncwarp();
+        }
 #pragma unroll
         for (int p = 0; p < PART_TILES; p++) {
             const unsigned upper = x.moved(sums_at, 0, 8 * p), lower = upper + 8 * x.ROW;
             const unsigned x0 = load_pair(x.address + upper), x1 = load_pair(x.address + lower);
-            const unsigned grad0 = load_pair(grad.address + upper), grad1 = load_pair(grad.address + lower);
             dot0 += u[p][0] * low_of(x0) + u[p][1] * high_of(x0);
             dot1 += u[p][2] * low_of(x1) + u[p][3] * high_of(x1);
-            const int channel = of.first + first + 8 * p + lane_column();
-            float2 skip = make_float2(0, 0);
-            if (D && channel < head_size) skip = make_float2(D[channel * D_channel], D[(channel + 1) * D_channel]);
-            store_pair(output.address + upper, dt0 * u[p][0] + skip.x * low_of(grad0),
-                       dt0 * u[p][1] + skip.y * high_of(grad0));
-            store_pair(output.address + lower, dt1 * u[p][2] + skip.x * low_of(grad1),
-                       dt1 * u[p][3] + skip.y * high_of(grad1));
+            const unsigned others = FIRST ? grad.address : output.address;
+            const unsigned other0 = load_pair(others + upper), other1 = load_pair(others + lower);
+            float2 scale = make_float2(1, 1);
+            if constexpr (FIRST) {
+                const int channel = of.first + first + 8 * p + lane_column();
+                scale = make_float2(0, 0);
+                if (D && channel < head_size) scale = make_float2(D[channel * D_channel], D[(channel + 1) * D_channel]);
+            }
+            store_pair(output.address + upper, dt0 * u[p][0] + scale.x * low_of(other0),
+                       dt0 * u[p][1] + scale.y * high_of(other0));
+            store_pair(output.address + lower, dt1 * u[p][2] + scale.x * low_of(other1),
+                       dt1 * u[p][3] + scale.y * high_of(other1));
         }
         dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
         if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;
         __syncwarp();
-        enum : int { PIECES = PART / PIECE, APART = 32 / PIECES };
-        const int stored = row + lane / PIECES, piece = first + lane % PIECES * PIECE;
-        const int step = int(sizes.heads) * head_size;  // elements from a step to the next
-        Storage* const to = first_x_grad + (i64(stored) * step + (of.number * head_size + of.first + piece));
-        const unsigned lane_output = output.at(stored, piece);
+        Storage* const to = x_grad_at(of);
+        const unsigned lane_output = output.at(stored_row, stored_piece);
 #pragma unroll
         for (int r = 0; r < 16; r += APART)
-            if (stored + r < range.steps && of.first + piece < head_size)
-                *reinterpret_cast<uint4*>(to + r * step) = load_piece(lane_output + r * output.ROW);
+            if (has_x_grad(of, r)) *reinterpret_cast<uint4*>(to + r * of_step) = load_piece(lane_output + r * output.ROW);
         __syncwarp();
     }
 
     // By one warp: a lane has steps 2 · lane and the next.
+    template <bool FIRST>
     __device__ void finish(const Head& of) const {
         const int head = first_head + of.number;
         const Terms& of_head = of.terms;
@@ -240,12 +274,15 @@ struct Backward : BackwardChunk {
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int t = 2 * lane + k;
-            const float columns =
-                of_head.columns[0][t] + of_head.columns[1][t] + (of_head.columns[2][t] + of_head.columns[3][t]);
-            later[k] = of_head.begin[0][t] + of_head.begin[1][t] + (of_head.rows[0][t] + of_head.rows[1][t] - columns);
+            later[k] = of_head.begin[0][t] + of_head.begin[1][t];
+            if constexpr (FIRST) {
+                const float columns =
+                    of_head.columns[0][t] + of_head.columns[1][t] + (of_head.columns[2][t] + of_head.columns[3][t]);
+                later[k] += of_head.rows[0][t] + of_head.rows[1][t] - columns;
+                skip_grad += of_head.diagonal[t];
+            }
             before[k] = of_head.end[0][t] + of_head.end[1][t];
             inside[k] = of_head.inside[0][t] + of_head.inside[1][t];
-            skip_grad += of_head.diagonal[t];
         }
 #pragma unroll
         for (int w = 0; w < WARPS; w++) whole += of_head.whole[w];
@@ -263,7 +300,7 @@ struct Backward : BackwardChunk {
             (lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all,
             (lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all,
         };
-        const bool again = of.first > 0;  // an earlier tile of this head has stored its terms
+        const bool again = !FIRST || of.first > 0;  // an earlier pass or tile of this head has stored its terms
         const float A = args.steps.A[head];
         float A_grad = 0;
 #pragma unroll
@@ -282,9 +319,9 @@ struct Backward : BackwardChunk {
         if (lane == 0) {
             float* const to_A = args.A_grad + term_at(head);
             *to_A = (again ? *to_A : 0) + A_grad;
-            if (args.D_grad) {
+            if (FIRST && args.D_grad) {
                 float* const to_D = args.D_grad + term_at(head);
-                *to_D = state_block ? 0 : (again ? *to_D : 0) + skip_grad;
+                *to_D = (again ? *to_D : 0) + skip_grad;
             }
         }
     }
@@ -295,15 +332,17 @@ struct Backward : BackwardChunk {
         }
     }
 
-    // Add (Σ L·dt·X)·B to C_grad and (Σ L·dt·X)ᵀ·C to B_grad, and store both.
-    __device__ void store_projections() {
+    // Σ L·dt·X to shared memory, where it stays.
+    __device__ void keep_weights() const {
         const unsigned to = square.moved(square.lane_of_sums(row), 0, PART * side);
 #pragma unroll
         for (int j = 0; j < PART_TILES; j++) {
             store_pair(square.moved(to, 0, 8 * j), weights[j][0], weights[j][1]);
             store_pair(square.moved(to, 8, 8 * j), weights[j][2], weights[j][3]);
         }
-        meet();
+    }
+    // Add (Σ L·dt·X)·B to C_grad and (Σ L·dt·X)ᵀ·C to B_grad, and store both.
+    __device__ void store_projections() {
         const int first = WARP_STATES * side;
         begin_products();
         multiply<CHUNK, true>(C_grad, along_k(square), across_k(B, first));
@@ -316,7 +355,7 @@ struct Backward : BackwardChunk {
         for (int k = 0; k < 2; k++)
 #pragma unroll
             for (int n = 0; n < STATE_TILES; n++) {
-                if (own + 8 * k >= range.steps || first + 8 * n + lane_column() >= states_left) continue;
+                if (own + 8 * k >= range.steps || first + 8 * n + lane_column() >= states_left()) continue;
                 const i64 of_tile = at + 8 * k * sizes.groups * sizes.state_size + 8 * n;
                 store_float2(args.C_grad + of_tile, C_grad[n][2 * k], C_grad[n][2 * k + 1]);
                 store_float2(args.B_grad + of_tile, B_grad[n][2 * k], B_grad[n][2 * k + 1]);

@@ -1,4 +1,4 @@
-// What a CTA of the backward pass works on: a chunk, heads and a block of states; see backward.cu.
+// What a CTA of the backward pass works on: a chunk, heads and blocks of states; see backward.cu.
 #pragma once
 #include "products.cuh"
 #include "steps.cuh"
@@ -59,8 +59,7 @@ struct BackwardChunk {
     const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16, side = warp / 4;
     const int own = row + lane_row();  // the lane's first row of all products
     const int slot = int(blockIdx.x % unsigned(sizes.slots)), batch = int(blockIdx.x / unsigned(sizes.slots));
-    const int splits = int(args.splits), state_block = blockIdx.z;
-    const int first_state = state_block * STATES, states_left = int(sizes.state_size) - first_state;
+    const int splits = int(args.splits);
     const int group = int(blockIdx.y) / splits, split = int(blockIdx.y) % splits;
     const int group_heads = int(sizes.heads) / int(sizes.groups), per_cta = (group_heads + splits - 1) / splits;
     const int first_head = group * group_heads + split * per_cta;
@@ -72,10 +71,14 @@ struct BackwardChunk {
     const Storage *const first_x = args.x.at(batch, range.begin, first_head),
                   *const first_grad = args.grad.at(batch, range.begin, first_head);
     const i64 first_state_at =
-        ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size + first_state;
-    // Of results that each block of states has its own copy of.
-    const i64 first_step = (state_block * sizes.batch + batch) * sizes.time + range.begin;
+        ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size;
+    const i64 first_step = batch * sizes.time + range.begin;
     Storage* const first_x_grad = args.x_grad + (first_step * sizes.heads + first_head) * sizes.head_size;
+
+    // The block of states that is worked on: its first one, and the block that is worked on first.
+    const int last_block = (int(sizes.state_size) - 1) / STATES * STATES;
+    int first_state = last_block;
+    __device__ int states_left() const { return int(sizes.state_size) - first_state; }
 
     // The head tile that is worked on: its steps' sums and dt in shared memory, and its terms.
     struct Head {
@@ -99,10 +102,11 @@ struct BackwardChunk {
         return {h, (i - h * head_tiles) * SIZE, all_sums + h * CHUNK, all_dt + h * CHUNK, terms[i % 2]};
     }
 
+    // B and C.
     __device__ void load_inputs() const {
-        Copier<CHUNK, STATES, THREADS>(args.B.at(batch, range.begin, group) + first_state, args.B.time, states_left)
+        Copier<CHUNK, STATES, THREADS>(args.B.at(batch, range.begin, group) + first_state, args.B.time, states_left())
             .copy(B, 0, range.steps);
-        Copier<CHUNK, STATES, THREADS>(args.C.at(batch, range.begin, group) + first_state, args.C.time, states_left)
+        Copier<CHUNK, STATES, THREADS>(args.C.at(batch, range.begin, group) + first_state, args.C.time, states_left())
             .copy(C, 0, range.steps);
         commit_copies();
     }
@@ -115,10 +119,36 @@ struct BackwardChunk {
                 .copy(to.x, 0, range.steps);
             Copier<CHUNK, SIZE, THREADS>(first_grad + (i64(head) * args.grad.head + first), args.grad.time, numbers)
                 .copy(to.grad, 0, range.steps);
-            const i64 at = first_state_at + i64(head * head_size + first) * state_size;
-            Copier<SIZE, STATES, THREADS>(args.states + at, state_size, states_left).copy(to.states, 0, numbers);
-            Copier<SIZE, STATES, THREADS>(args.adjoints + at, state_size, states_left).copy(to.adjoints, 0, numbers);
+            const i64 at = first_state_at + first_state + i64(head * head_size + first) * state_size;
+            Copier<SIZE, STATES, THREADS>(args.states + at, state_size, states_left()).copy(to.states, 0, numbers);
+            Copier<SIZE, STATES, THREADS>(args.adjoints + at, state_size, states_left()).copy(to.adjoints, 0, numbers);
         }
+        commit_copies();
+    }
+
+    __device__ void start_loads() const {
+        load_inputs();
+#pragma unroll
+        for (int i = 0; i < STAGES - 1; i++) load(i, i);
+    }
+
+    // A lane stores pieces of 16 bytes of its warp's 16 steps and PART channels of x_grad, every APART-th row.
+    enum : int { PIECES = PART / PIECE, APART = 32 / PIECES };
+    const int stored_row = row + lane / PIECES, stored_piece = PART * side + lane % PIECES * PIECE;
+    const int of_step = int(sizes.heads) * head_size;  // elements from a step to the next
+    __device__ Storage* x_grad_at(const Head& of) const {
+        return first_x_grad + (i64(stored_row) * of_step + (of.number * head_size + of.first + stored_piece));
+    }
+    __device__ bool has_x_grad(const Head& of, int r) const {
+        return stored_row + r < range.steps && of.first + stored_piece < head_size;
+    }
+
+    // What the pass before has stored.
+    __device__ void load_x_grad(const Head& of) const {
+        const Storage* const from = x_grad_at(of);
+        const unsigned to = output.at(stored_row, stored_piece);
+#pragma unroll
+        for (int r = 0; r < 16; r += APART) copy_piece(to + r * output.ROW, from + r * of_step, has_x_grad(of, r) ? 16 : 0);
         commit_copies();
     }
 
@@ -143,6 +173,6 @@ struct BackwardChunk {
 
     // Index of the chunk's term of a head's A_grad and D_grad.
     __device__ i64 term_at(int head) const {
-        return ((state_block * sizes.batch + batch) * sizes.slots + slot) * sizes.heads + head;
+        return (batch * sizes.slots + slot) * sizes.heads + head;
     }
 };

@@ -91,11 +91,7 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "backward": ("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
 }
 #: Those that come in terms, and the dimensions to sum over; and those that are in the problem's dtype.
-_SUMS = {
-    "A_grad": (0, 1, 2),
-    "D_grad": (0, 1, 2),
-    **dict.fromkeys(("x_grad", "dt_grad", "B_grad", "C_grad"), (0,)),
-}
+_SUMS = {"A_grad": (0, 1), "D_grad": (0, 1), "B_grad": (0,), "C_grad": (0,)}
 _NARROW = ("states", "out", "ungated", "adjoints", "x_grad")
 _PLACED = ("x", "B", "C", "z", "out_grad")
 _TENSOR_OF = {"grad": "out_grad"}
@@ -179,9 +175,9 @@ class Trial(cases.Trial):
         """Memory for an output, full of NaN."""
         shape: tuple[int, ...] = tuple(like.shape)
         if name in ("A_grad", "D_grad"):
-            shape = problem.blocks, problem.batch, problem.slots, problem.heads
+            shape = problem.batch, problem.slots, problem.heads
         elif name in _SUMS:
-            shape = problem.splits if name in ("B_grad", "C_grad") else problem.blocks, *shape
+            shape = problem.splits, *shape
         dtype = getattr(torch, self.dtype) if name in _NARROW else torch.float32
         return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 

@@ -12,14 +12,14 @@ G groups, P the size of a head and N states:
     initial_state, final_state, final_grad, initial_grad
                                       (batch, S, H, P, N), float32; null: zeros, or not asked for
     out, ungated                      (batch, T, H, P), in the problem's dtype: the output, and what z gates, null: not asked for
-    x_grad                            (blocks, batch, T, H, P), in that dtype
+    x_grad                            (batch, T, H, P), in that dtype
     states                            (batch, slots, H, P, N), in that dtype: the state before each chunk
     adjoints                          likewise: the gradient of the state after each chunk
-    dt_grad                           (blocks, batch, T, H), float32
-    A_grad, D_grad                    (blocks, batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)
+    dt_grad                           (batch, T, H), float32
+    A_grad, D_grad                    (batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)
     B_grad, C_grad                    (splits, batch, T, G, N), float32
 
-Gradients are summed over what the tensors do not have, blocks of states and so on, by whoever asked for them.
+Gradients are summed over slots and splits by whoever asked for them.
 
 x, B, C, z and out_grad have a last dimension of stride 1, and start on 16 bytes everywhere. Others but dt lie without gaps.
 """
@@ -80,7 +80,7 @@ class SSDScanProblem:
     wide_D      whether D has a number for each channel
     sequences   that are packed along time; 0: they are not
     splits      of a group's heads, each of which adds up gradients of B and C, in the direction ``backward``
-    block       states that a CTA of that direction works on
+    block       states that a CTA of that direction works on at a time
     """
 
     direction: Direction
@@ -109,11 +109,6 @@ class SSDScanProblem:
     def slots(self) -> int:
         """Of chunks, in each row of the batch."""
         return self.time // CHUNK + max(1, self.sequences)
-
-    @property
-    def blocks(self) -> int:
-        """Of states, in the direction ``backward``."""
-        return -(-self.state_size // self.block)
 
     @property
     def group_heads(self) -> int:

@@ -134,7 +134,7 @@ def _walks(problem: SSDScanProblem, columns: int) -> int:
 
 def _grid(variant: Variant, problem: SSDScanProblem) -> tuple[int, int, int]:
     if problem.direction == "backward":
-        return problem.slots * problem.batch, problem.groups * problem.splits, problem.blocks
+        return problem.slots * problem.batch, problem.groups * problem.splits, 1
     return _walks(problem, variant.number("states")), 1, 1
 
 

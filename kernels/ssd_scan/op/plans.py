@@ -242,13 +242,13 @@ def written(
     """Shapes and dtypes of what a backward pass writes, and of what its kernels hand on to each other, by the names of
     pointers. ``initial``: whether the initial state's gradient is wanted."""
     x, wide, p = arguments.x, torch.float32, problem
-    heads = p.blocks, p.batch, p.slots, p.heads
+    heads = p.batch, p.slots, p.heads
     projection = p.splits, *arguments.B.shape
     buffers = {
         "states": (_slots_shape(p), x.dtype),
         "adjoints": (_slots_shape(p), x.dtype),
-        "x_grad": ((p.blocks, *x.shape), x.dtype),
-        "dt_grad": ((p.blocks, *x.shape[:3]), wide),
+        "x_grad": (x.shape, x.dtype),
+        "dt_grad": (x.shape[:3], wide),
         "A_grad": (heads, wide),
         "B_grad": (projection, wide),
         "C_grad": (projection, wide),
@@ -264,11 +264,11 @@ def finished(
     arguments: Arguments, pointers: Mapping[str, Any], needed: tuple[bool, ...]
 ) -> Gradients:
     """The gradients that are needed, of what kernels wrote; None for that of z."""
-    dt_grad = _total(pointers["dt_grad"])
+    dt_grad = pointers["dt_grad"]
     gradients: list[Callable[[], Tensor | None]] = [
-        lambda: _total(pointers["x_grad"]),
+        lambda: pointers["x_grad"],
         lambda: dt_grad.to(arguments.dt.dtype),
-        lambda: pointers["A_grad"].sum((0, 1, 2)),
+        lambda: pointers["A_grad"].sum((0, 1)),
         lambda: _total(pointers["B_grad"]).to(arguments.B.dtype),
         lambda: _total(pointers["C_grad"]).to(arguments.C.dtype),
         lambda: _skip_gradient(arguments, pointers),
@@ -287,7 +287,7 @@ def _skip_gradient(arguments: Arguments, pointers: Mapping[str, Any]) -> Tensor:
     if arguments.D is not None and arguments.D.dim() == 2:
         products: Tensor = pointers["out_grad"].float() * arguments.x
         return products.sum((0, 1))
-    gradient: Tensor = pointers["D_grad"].sum((0, 1, 2))
+    gradient: Tensor = pointers["D_grad"].sum((0, 1))
     return gradient
 
 

@@ -124,8 +124,8 @@ def make_problem(
 
 
 def _cut(arguments: Arguments) -> dict[str, int]:
-    """What the CTAs of the backward pass work on: blocks of states, as large as shared memory has room for; and splits of a group's
-    heads, so many that CTAs fill the GPU evenly."""
+    """What the CTAs of the backward pass work on: a block of states at a time, as large as shared memory has room for; and splits
+    of a group's heads, so many that CTAs fill the GPU evenly."""
     x, cu_seqlens, (groups, states) = arguments.x, arguments.cu_seqlens, arguments.B.shape[2:]
     sms, shared = _USUAL_SMS, _SHARED_OF_BLOCK
     if x.is_cuda:
@@ -134,7 +134,7 @@ def _cut(arguments: Arguments) -> dict[str, int]:
     block = BLOCK if states > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK else SMALL_BLOCK
     batch, time, heads, _ = x.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    ctas = batch * (time // CHUNK + sequences) * groups * -(-states // block)
+    ctas = batch * (time // CHUNK + sequences) * groups
     of_group = heads // groups
     splits = max(-(-of_group // MOST_HEADS), min(of_group, -(-_CTAS_OF_SM * sms // ctas)))
     return {"splits": -(-of_group // -(-of_group // splits)), "block": block}

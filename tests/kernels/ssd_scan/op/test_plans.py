@@ -103,12 +103,10 @@ class Kernels:
                 continue
             assert result is not None
             if name in ("A_grad", "D_grad"):
-                of_slots = problem.blocks, problem.batch, problem.slots, problem.heads
-                assert target.shape == of_slots
-                target.zero_()[-1, -1, -1] = result
-            elif name in ("x_grad", "dt_grad", "B_grad", "C_grad"):
-                terms = problem.splits if name in ("B_grad", "C_grad") else problem.blocks
-                assert target.shape[0] == terms
+                assert target.shape == (problem.batch, problem.slots, problem.heads)
+                target.zero_()[-1, -1] = result
+            elif name in ("B_grad", "C_grad"):
+                assert target.shape[0] == problem.splits
                 target.zero_()[-1] = result
             else:
                 target.copy_(result.view(target.shape))
