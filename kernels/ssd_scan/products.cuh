@@ -41,14 +41,7 @@ private:
     }
     __device__ static uint4 load(bool transposed, unsigned lane, int product, int k) {
         const unsigned row = LIES == ALONG_K ? T::moved(lane, product, k) : T::moved(lane, k, product);
-        uint4 m;
-        if (transposed)
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w) : "r"(row) : "memory");
-        else
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w) : "r"(row) : "memory");
-        return m;
+        return load_matrices(transposed, row);
     }
 };
 template <class T>

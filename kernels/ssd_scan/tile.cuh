@@ -1,6 +1,7 @@
 // Tiles of 16-bit elements in shared memory: where their elements are, and how threads copy, load and store them.
 #pragma once
 #include "../common/copy.cuh"
+#include "shared_words.cuh"
 #include "tensors.cuh"
 
 // Whether four warps multiply together (wgmma), which the code of sm_90a alone can.
@@ -9,13 +10,6 @@
 #else
 #define BY_WARPGROUPS 0
 #endif
-
-// All of the CTA's; tensor cores take tiles from where address bits 0 to 9 are 0.
-__device__ inline char* tile_memory() {
-    extern __shared__ __align__(1024) uint4 tiles[];
-    return reinterpret_cast<char*>(tiles);
-}
-__device__ inline unsigned shared_address(const void* data) { return unsigned(__cvta_generic_to_shared(data)); }
 
 // HEIGHT rows of WIDTH elements, in blocks of 64 columns, whose rows of 128 bytes are swizzled as wgmma takes them: piece c of 16
 // bytes of row r lies where piece c ^ (r % 8) would be. So row r + 8·i, piece c ^ d, for constant i and d, lies at the address
@@ -38,11 +32,6 @@ struct Tile {
     // Where the pair of elements is that a lane has of a tile of 16 × 8 sums.
     __device__ unsigned lane_of_sums(int row) const { return at(row + threadIdx.x % 32 / 4, threadIdx.x % 4 * 2); }
 };
-
-// 16 bytes to shared memory, of which the first `bytes` are copied and the others become zeros.
-__device__ inline void copy_piece(unsigned to, const Storage* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
 
 // A thread's part of a copy to a tile: the same 16 bytes' column of every APART-th row.
 template <int HEIGHT, int WIDTH, int THREADS>
@@ -77,19 +66,8 @@ struct Copier {
     }
 };
 
-__device__ inline unsigned load_pair(unsigned address) {
-    unsigned pair;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address) : "memory");
-    return pair;
-}
 __device__ inline void store_pair(unsigned address, float low, float high) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(Element::narrow_two(low, high)) : "memory");
-}
-__device__ inline uint4 load_piece(unsigned address) {
-    uint4 m;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w) : "r"(address) : "memory");
-    return m;
+    store_word(address, Element::narrow_two(low, high));
 }
 // Wait for all threads, and let the tensor cores see what they have stored in shared memory or waited for.
 __device__ inline void meet() {

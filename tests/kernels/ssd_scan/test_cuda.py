@@ -1,0 +1,66 @@
+"""The CUDA kernels of ssd_scan on the CPU, in an emulator of the GPU: as GPUs without wgmma run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from scan_registry.hardware.target import Target
+from scan_registry.kernels.model import Variant
+from scan_registry.kernels.ssd_scan import cases
+from scan_registry.kernels.ssd_scan.spec import FAMILY
+
+#: Few steps and several chunks; a head of two tiles; one, two and three blocks of states, of which the last is not full.
+SHAPES = ((1, 70, 2, 16, 16), (1, 70, 2, 72, 72), (2, 65, 2, 8, 136), (1, 3, 4, 8, 256))
+
+
+#: GPUs with little and with much shared memory.
+TARGETS = tuple(map(Target.parse, ("compute_80", "sm_90")))
+
+
+def chosen() -> Iterator[Variant]:
+    """Every tile in bfloat16, and one of each kernel in float16."""
+    seen = set()
+    for variant in FAMILY.variants():
+        kind = variant.kernel, variant.text("dtype")
+        serves = FAMILY.kernel(variant.kernel, "cuda").rules.serves
+        if not any(serves(variant.statics, target) for target in TARGETS):
+            continue
+        if kind[1] == "bfloat16" or kind not in seen:
+            seen.add(kind)
+            yield variant
+
+
+@cache
+def posed(dtype: str) -> tuple[cases.Trial, ...]:
+    """Every shape with half of the settings, solved once."""
+    torch.manual_seed(0)
+    return tuple(
+        cases.draw(shape, setting, dtype, "cpu")
+        for number, shape in enumerate(SHAPES)
+        for turn, setting in enumerate(cases.SETTINGS)
+        if (number + turn) % 2 == 0
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [*chosen()], ids=str)
+def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """With every option, in whatever order the CTAs and their threads run."""
+    kernel = FAMILY.kernel(variant.kernel, "cuda")
+    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    dtype = variant.text("dtype")
+    checked = 0
+    for trial in posed(dtype):
+        for case in trial.launches(kernel.name):
+            if kernel.rules.accepts(variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=checked)
+                errors = case.errors()
+                assert max(errors.values()) <= cases.TOLERANCE[dtype], f"{trial} {errors}"
+                checked += 1
+    assert checked
