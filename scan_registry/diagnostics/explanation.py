@@ -229,6 +229,9 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
     calls, _ = _described(known[name], args, kwargs)
+    if there.device is not None:
+        gpu, of = there.device, known[name]
+        calls = {step: of.on_gpu(call, gpu) for step, call in calls.items()}
     lowest = Tier.REFERENCE if there.device is None else policy.lowest()
     return decided(name, calls, there, backend, lowest)
 

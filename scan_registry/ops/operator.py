@@ -20,6 +20,7 @@ from scan_registry.kernels.model import Problem
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from scan_registry.hardware.device import Device
     from scan_registry.ops.benchmark import Benchmark, Case
 
 #: The field's words for dtypes, where space is short.
@@ -108,6 +109,10 @@ class Operator(Protocol):
         a tensor requires one. Nothing is computed; it raises what the call would."""
         calls: Mapping[str, KernelCall] = self._module.describe(*args, **kwargs)
         return calls
+
+    def on_gpu(self, call: KernelCall, gpu: Device) -> KernelCall:
+        """A part of a described call as it is on this GPU, where the tensors are not."""
+        return call
 
     def family_of(self, call: KernelCall) -> str:
         """The family of kernels that a part of a call is for: the operator's own, unless it calls another operator."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
+from scan_registry.ops.operator import KernelCall, Operator, Option, ParsedCall, described_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from scan_registry.hardware.device import Device
     from scan_registry.kernels.ssd_scan.problem import SSDScanProblem
 
 #: Of the gradients of x, dt, A, B, C and D, the names of the kernels' pointers.
@@ -51,6 +53,13 @@ class SSDScan(Operator):
             *(of_heads(), *projections, of_heads(), None, of_heads()),
         )
         return ParsedCall(tensors, {"dt_softplus": True}, {"states": states, "groups": groups})
+
+    def on_gpu(self, call: KernelCall, gpu: Device) -> KernelCall:
+        from scan_registry.kernels.ssd_scan.op import problems
+
+        if isinstance(call, problems.KernelCall) and call.problem.direction == "backward":
+            return replace(call, problem=problems.cut(call.problem, gpu))
+        return call
 
     def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
         from scan_registry.kernels.ssd_scan.op import plans

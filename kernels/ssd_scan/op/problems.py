@@ -6,18 +6,18 @@ Arguments are as ``normalised`` makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.select import Backend
-from scan_registry.hardware.device import device
+from scan_registry.hardware.device import Device, device
 from scan_registry.kernels.model import Problem
 from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.ssd_scan.problem import (
     BLOCK,
-    CHUNK,
     DIRECTIONS,
     MOST_HEADS,
     SMALL_BLOCK,
@@ -103,7 +103,7 @@ def make_problem(
             strides += 0, 0, 0
             continue
         strides += _strides(tensor, ("out_grad" if name == "grad" else name) in copies)
-    return SSDScanProblem(
+    problem = SSDScanProblem(
         direction=direction,
         dtype=str(x.dtype).removeprefix("torch."),
         batch=batch,
@@ -119,25 +119,24 @@ def make_problem(
         low=options.low,
         high=options.high,
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        **(_cut(arguments) if direction == "backward" else {}),
     )
+    if direction != "backward":
+        return problem
+    return cut(problem, device(x.device.index) if x.is_cuda else None)
 
 
-def _cut(arguments: Arguments) -> dict[str, int]:
-    """What the CTAs of the backward pass work on: a block of states at a time, as large as shared memory has room for; and splits
-    of a group's heads, so many that CTAs fill the GPU evenly."""
-    x, cu_seqlens, (groups, states) = arguments.x, arguments.cu_seqlens, arguments.B.shape[2:]
+def cut(problem: SSDScanProblem, gpu: Device | None) -> SSDScanProblem:
+    """The problem of the backward pass with what its CTAs work on: a block of states at a time, as large as shared memory has room
+    for; and splits of a group's heads, so many that CTAs fill the GPU evenly. None: a GPU that nothing is known of."""
     sms, shared = _USUAL_SMS, _SHARED_OF_BLOCK
-    if x.is_cuda:
-        gpu = device(x.device.index)
+    if gpu is not None:
         sms, shared = gpu.sm_count, gpu.shared_memory_per_block
-    block = BLOCK if states > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK else SMALL_BLOCK
-    batch, time, heads, _ = x.shape
-    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    ctas = batch * (time // CHUNK + sequences) * groups
-    of_group = heads // groups
-    splits = max(-(-of_group // MOST_HEADS), min(of_group, -(-_CTAS_OF_SM * sms // ctas)))
-    return {"splits": -(-of_group // -(-of_group // splits)), "block": block}
+    large = problem.state_size > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK
+    ctas, heads = problem.batch * problem.slots * problem.groups, problem.group_heads
+    splits = max(-(-heads // MOST_HEADS), min(heads, -(-_CTAS_OF_SM * sms // ctas)))
+    return replace(
+        problem, splits=-(-heads // -(-heads // splits)), block=BLOCK if large else SMALL_BLOCK
+    )
 
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:

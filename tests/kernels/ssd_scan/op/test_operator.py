@@ -7,12 +7,15 @@ from argparse import Namespace
 import pytest
 import torch
 
+from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.dispatch.candidates import System
+from scan_registry.hardware.device import Device, described
 from scan_registry.kernels.ssd_scan import cases
 from scan_registry.kernels.ssd_scan.op import problems
 from scan_registry.kernels.ssd_scan.op.arguments import normalised
 from scan_registry.kernels.ssd_scan.op.bench import BENCHMARK, ON_CPU, USUAL, Case
 from scan_registry.kernels.ssd_scan.op.operator import OPERATOR
-from scan_registry.kernels.ssd_scan.problem import float_bits
+from scan_registry.kernels.ssd_scan.problem import SSDScanProblem, float_bits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -42,6 +45,30 @@ def test_a_described_call() -> None:
         tensors = [None if t is None else t.detach() for t in call.args]
         assert [*OPERATOR.describe(*tensors, **call.kwargs)] == ["forward"]
     assert OPERATOR.describe(*(t if t is None or t.dim() == 1 else t[:0] for t in call.args)) == {}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "block", "splits"),
+    [
+        (described((9, 0), sm_count=132), 128, 16),  # 4 · 132 CTAs, by 33 chunks
+        (described((9, 0), sm_count=66), 128, 8),
+        (
+            described((8, 6), sm_count=84),
+            64,
+            11,
+        ),  # 99 KB of shared memory have no room for 128 states
+    ],
+    ids=str,
+)
+def test_a_described_gpu_says_how_the_backward_pass_is_cut(
+    gpu: Device, block: int, splits: int
+) -> None:
+    options = Namespace(shape="", states=None, groups=None)
+    call = OPERATOR.parse("bfloat16", (1, 2048, 64, 64), options)
+    steps = explain_for(System(gpu), "ssd_scan", *call.args, **call.kwargs).steps
+    problem = steps[-1].decision.problem
+    assert isinstance(problem, SSDScanProblem)
+    assert (problem.direction, problem.block, problem.splits) == ("backward", block, splits)
 
 
 @pytest.mark.parametrize(
