@@ -105,7 +105,9 @@ class Plan:
 
 
 _functions: dict[tuple[int, str, str], int] = {}
+#: Why binaries do not run on a device, and why they do not solve one problem on it.
 _failed: dict[int, dict[Key, str]] = {}
+_failed_problems: dict[tuple[int, Problem], dict[Key, str]] = {}
 _warned: set[object] = set()
 _lock = threading.RLock()
 
@@ -120,8 +122,13 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None = None) -> System:
-    """What there is to choose from on device ``ordinal``, or on the CPU.
+def system(
+    ordinal: int | None,
+    reach: Tier = Tier.JIT,
+    pinned: Variant | None = None,
+    problem: Problem | None = None,
+) -> System:
+    """What there is to choose from on device ``ordinal``, or on the CPU; with ``problem``, without what failed to launch on it.
 
     ``reach`` leaves out archives and compilers whose binaries could only be on a worse tier. ``pinned`` is the one
     variant that may run, which need not be in any wheel.
@@ -129,12 +136,13 @@ def system(ordinal: int | None, reach: Tier = Tier.JIT, pinned: Variant | None =
     if ordinal is None:
         return System(None)
     installed, there = catalogue(), device(ordinal)
+    of_problem = {} if problem is None else _failed_problems.get((ordinal, problem), {})
     return System(
         device=there,
         archives=tuple(a for a in installed.archives if nearest_tier(a.arch, there) <= reach),
         toolchains=jit.toolchains() if reach >= Tier.JIT else None,
         denied=installed.denied,
-        failed=dict(_failed.get(ordinal, {})),
+        failed=_failed.get(ordinal, {}) | of_problem,
         tuned=tuned.archive_of(there),
         pinned=pinned,
     )
@@ -155,12 +163,13 @@ def decide(
     """
     choose = select_route if routed else select
     for reach in (Tier.EXACT, Tier.PTX):
-        there = system(ordinal, reach, pinned)
+        there = system(ordinal, reach, pinned, problem)
         if there.every_archive:
             decision = choose(there, family, problem, backend, lowest)
             if decision.winner and decision.winner.tier <= reach:
                 return decision
-    return choose(system(ordinal, pinned=pinned), family, problem, backend, lowest)
+    there = system(ordinal, pinned=pinned, problem=problem)
+    return choose(there, family, problem, backend, lowest)
 
 
 def prepare(
@@ -190,9 +199,14 @@ def prepare(
             if ordinal is None or winner.variant is None:
                 return Plan(decision, ordinal)
             try:
-                return _prepare(ordinal, decision, winner)
+                binary, function = _load_winner(ordinal, decision, winner)
             except UnfitError as error:
                 _failed.setdefault(ordinal, {})[winner.key] = str(error)
+                continue
+            try:
+                return _plan(ordinal, decision, binary, function)
+            except (OverflowError, ValueError) as error:  # no launch can have these numbers
+                _failed_problems.setdefault((ordinal, problem), {})[winner.key] = str(error)
 
 
 def prepare_first(
@@ -218,16 +232,17 @@ def prepare_first(
     return left[0]
 
 
-def _prepare(ordinal: int, decision: Decision, winner: Candidate) -> Plan:
+def _load_winner(ordinal: int, decision: Decision, winner: Candidate) -> tuple[Binary, int]:
     binary, read = _fetch(ordinal, decision, winner)
-    function = load(ordinal, binary, read, Plan(decision, ordinal, binary))
+    return binary, load(ordinal, binary, read, Plan(decision, ordinal, binary))
+
+
+def _plan(ordinal: int, decision: Decision, binary: Binary, function: int) -> Plan:
+    """``OverflowError`` or ``ValueError`` if what the binary's entry or the launch states cannot be."""
     kernel = decision.family.kernel(binary.variant.kernel, binary.variant.language)
     shape = decision.launch()
     assert shape is not None
-    try:
-        launch = _bind(ordinal, kernel, binary, function, shape)
-    except (OverflowError, ValueError) as error:  # the entry states what no launch can have
-        raise UnfitError(str(error)) from error
+    launch = _bind(ordinal, kernel, binary, function, shape)
     return Plan(decision, ordinal, binary, launch, shape.workspace)
 
 

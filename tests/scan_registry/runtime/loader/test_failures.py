@@ -46,6 +46,29 @@ report(status=status, it=attempt(ready.refuse, status[0]))
         assert word in report["it"]["words"]
 
 
+def test_a_launch_that_cannot_be_is_of_one_problem(rig: Rig, synthetic: Synthetic) -> None:
+    """Other problems still run on the binary, and the problem itself on the next best one, also later."""
+    rig.stub.gpu((9, 0))
+    rig.holds("sm90", synthetic("sm90"))
+    rig.holds("ptx80", synthetic("ptx80"))
+    report = rig.run("""
+Launch, refused = loader.Launch, []
+
+def launch(**facts):
+    if 2048 in facts["scalars"] and not refused:
+        refused.append(1)
+        raise OverflowError("2048 steps are too many")
+    return Launch(**facts)
+
+loader.Launch = launch
+report(long=facts(prepare(time=2048)), short=facts(prepare()), again=facts(prepare(time=2048)))
+""")
+    assert [report[name]["tier"] for name in ("long", "short", "again")] == ["ptx", "exact", "ptx"]
+    for name, refusals in (("long", 1), ("short", 0), ("again", 1)):
+        reasons = [*report[name]["rejected"].values()]
+        assert reasons.count("2048 steps are too many") == refusals
+
+
 FOREIGN = """
 library = driver.library()
 prepare(1)
