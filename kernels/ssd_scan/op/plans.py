@@ -75,8 +75,13 @@ def state_shape(arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _keeps_ungated(arguments: Arguments, options: Options, training: bool) -> bool:
-    """Whether a forward pass writes what z gates. What torch computes is differentiated without it."""
-    return training and arguments.z is not None and not _in_torch(arguments, options)
+    """Whether a forward pass returns what z gates, as kernels of the backward pass need it. A tensor that stands for one on a GPU,
+    when operators are traced, is on meta here."""
+    x = arguments.x
+    stood_for = getattr(x, "fake_device", None)
+    there = on_gpu(x) if stood_for is None else stood_for.type == "cuda"
+    named = options.backend == "reference"
+    return training and arguments.z is not None and there and not named and has_kernels(arguments)
 
 
 def empty_outputs(arguments: Arguments, options: Options, training: bool) -> Outputs:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ssd_problems import NAMES, draw
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,6 +155,20 @@ def test_shapes_on_meta() -> None:
     out, final = run(*tensors, cu_seqlens=BOUNDS.to("meta"))
     assert (out.shape, out.dtype) == (tensors[0].shape, torch.bfloat16)
     assert (final.shape, final.dtype) == (tensors[8].shape, torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_what_is_gated_is_returned_for_kernels_alone(backend: str) -> None:
+    """Of tensors that stand for some on a GPU, when a call is traced."""
+    real = drawn(torch.bfloat16)
+    with FakeTensorMode():
+        tensors = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in real]
+        arguments, options = normalised(*tensors, None, None, True, LIMIT, None, False, backend)
+        for z, training in ((arguments.z, True), (arguments.z, False), (None, True)):
+            called = *arguments._replace(z=z), *options, training
+            ungated = torch.ops.scan_registry.ssd_scan(*called)[2]
+            kept = z is not None and training and backend == "auto"
+            assert ungated.shape == (arguments.x.shape if kept else (0,))
 
 
 def test_maps_on_meta() -> None:
