@@ -20,7 +20,7 @@
 //
 //     masked_scores  L·(C·Bᵀ) to shared memory; X = dy·xᵀ, weighted, to Σ L·dt·X  (step i, step j)
 //     dot            dy·(C·Sᵀ) and x·(B·Gᵀ), for finish                          (step, channel)
-//     add            Sᵀ·dy to C_grad and Gᵀ·x to B_grad                          (step, state)
+//     add_scaled     Sᵀ·dy to C_grad and Gᵀ·x to B_grad                          (step, state)
 //     combine        u and x_grad                                                (step j, channel)
 //     finish         one warp: sums over the steps; dt_grad and the terms of A_grad and D_grad
 #include "backward_chunk.cuh"
@@ -83,7 +83,8 @@ struct Backward : BackwardChunk {
             meet();
             if constexpr (!FIRST) load_x_grad(head(i));
             if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-            work<FIRST>(head(i), tiles_of(stage));
+            if constexpr (FIRST) work(head(i), tiles_of(stage));
+            else work_again(head(i), tiles_of(stage));
             if (i && warp == i % WARPS) finish<FIRST>(head(i - 1));
             stage = stage + 1 == STAGES ? 0 : stage + 1;
             if constexpr (STAGES == 1) __syncthreads();
@@ -97,56 +98,64 @@ struct Backward : BackwardChunk {
         return x + __shfl_xor_sync(FULL_WARP, x, 2);
     }
 
-    template <bool FIRST>
+    // A head tile, in the first pass.
     __device__ void work(const Head& of, const Tiles& from) {
         const int first = PART * side, column = WARP_STATES * side;  // the warp's channels and states
         float products[PART_TILES][4], y[PART_TILES][4], u[PART_TILES][4], of_states[STATE_TILES][4];
         begin_products();
-        if constexpr (FIRST) multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, PART * side));
+        multiply<SIZE, false>(products, along_k(from.grad), along_k(from.x, PART * side));
         multiply<STATES, false>(y, along_k(C), along_k(from.states, first));
         close_products();
         multiply_states(of, from);
-        if constexpr (FIRST) wait_for_products<0>(products);
-        wait_for_products<0>(y);
-        if constexpr (FIRST) masked_scores(of, products);
+        wait_for_products<0>(products), wait_for_products<0>(y);
+        masked_scores(of, products);
 
         begin_products();
         multiply<SIZE, false>(of_states, along_k(from.grad), across_k(from.states, column));
         multiply<STATES, false>(u, along_k(B), along_k(from.adjoints, first));
         close_products();
-        const float before0 = fast_exp2(of.sums[own]), before1 = fast_exp2(of.sums[own + 8]);
-        dot(y, from.grad, before0, before1, of.terms.begin[side]);
+        const float2 before = decays_before(of);
+        dot(y, from.grad, before, of.terms.begin[side]);
         wait_for_products<0>(of_states), wait_for_products<0>(u);
-        add(C_grad, of_states, before0, before1);
-        const float total = of.sums[CHUNK - 1];
-        const float end0 = fast_exp2(total - of.sums[own]), end1 = fast_exp2(total - of.sums[own + 8]);
-#pragma unroll
-        for (int p = 0; p < PART_TILES; p++) u[p][0] *= end0, u[p][1] *= end0, u[p][2] *= end1, u[p][3] *= end1;
-        const float dt0 = of.dt[own], dt1 = of.dt[own + 8];
-        dot(u, from.x, dt0, dt1, of.terms.end[side]);
+        add_scaled(C_grad, of_states, before);
+        const float2 after = decays_after(of), dt = dt_of(of);
+        scale_rows(u, after);
+        dot(u, from.x, dt, of.terms.end[side]);
 
-        if constexpr (FIRST) meet();  // the square is there
+        meet();  // the square is there
         begin_products();
-        if constexpr (FIRST) multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
+        multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
         multiply<SIZE, false>(of_states, along_k(from.x), across_k(from.adjoints, column));
         close_products();
-        if constexpr (FIRST) wait_for_products<0>(u);
-        wait_for_products<0>(of_states);
-        add(B_grad, of_states, dt0 * end0, dt1 * end1);
-        combine<FIRST>(of, from, u, dt0, dt1);
+        wait_for_products<0>(u), wait_for_products<0>(of_states);
+        add_scaled(B_grad, of_states, make_float2(dt.x * after.x, dt.y * after.y));
+        combine<true>(of, from, u, dt);
+    }
+    // A head tile, in later passes: only terms of their states.
+    __device__ void work_again(const Head& of, const Tiles& from) {
+        const int first = PART * side, column = WARP_STATES * side;
+        float y[PART_TILES][4], u[PART_TILES][4], of_states[STATE_TILES][4], of_adjoints[STATE_TILES][4];
+        begin_products();
+        multiply<STATES, false>(y, along_k(C), along_k(from.states, first));
+        multiply<STATES, false>(u, along_k(B), along_k(from.adjoints, first));
+        close_products();
+        multiply<SIZE, false>(of_states, along_k(from.grad), across_k(from.states, column));
+        multiply<SIZE, false>(of_adjoints, along_k(from.x), across_k(from.adjoints, column));
+        close_products();
+        multiply_states(of, from);
+        const float2 before = decays_before(of), after = decays_after(of), dt = dt_of(of);
+        wait_for_products<1>(y), wait_for_products<1>(u);
+        dot(y, from.grad, before, of.terms.begin[side]);
+        scale_rows(u, after);
+        dot(u, from.x, dt, of.terms.end[side]);
+        wait_for_products<0>(of_states), wait_for_products<0>(of_adjoints);
+        add_scaled(C_grad, of_states, before);
+        add_scaled(B_grad, of_adjoints, make_float2(dt.x * after.x, dt.y * after.y));
+        combine<false>(of, from, u, dt);
     }
 
-    // sums += scale · products, with a scale a row.
-    __device__ static void add(float (&sums)[STATE_TILES][4], const float (&products)[STATE_TILES][4], float scale0,
-                               float scale1) {
-#pragma unroll
-        for (int n = 0; n < STATE_TILES; n++) {
-            sums[n][0] += scale0 * products[n][0], sums[n][1] += scale0 * products[n][1];
-            sums[n][2] += scale1 * products[n][2], sums[n][3] += scale1 * products[n][3];
-        }
-    }
-    // dots[row] = scale · dot product of that row of `numbers` with the same row and columns of `others`.
-    __device__ void dot(const float (&numbers)[PART_TILES][4], Tile<CHUNK, SIZE> others, float scale0, float scale1,
+    // dots[row] = scales of the lane's two rows · dot product of that row of `numbers` with the same row and columns of `others`.
+    __device__ void dot(const float (&numbers)[PART_TILES][4], Tile<CHUNK, SIZE> others, float2 scales,
                         float* dots) const {
         float dot0 = 0, dot1 = 0;
         const unsigned others_at = others.moved(others.lane_of_sums(row), 0, PART * side);
@@ -157,7 +166,7 @@ struct Backward : BackwardChunk {
             dot0 += numbers[p][0] * low_of(other0) + numbers[p][1] * high_of(other0);
             dot1 += numbers[p][2] * low_of(other1) + numbers[p][3] * high_of(other1);
         }
-        dot0 = of_quarter(scale0 * dot0), dot1 = of_quarter(scale1 * dot1);
+        dot0 = of_quarter(scales.x * dot0), dot1 = of_quarter(scales.y * dot1);
         if (lane % 4 == 0) dots[own] = dot0, dots[own + 8] = dot1;
     }
 
@@ -224,8 +233,7 @@ struct Backward : BackwardChunk {
 
     // x_grad of a warp's 16 steps and PART channels.
     template <bool FIRST>
-    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float dt0,
-                            float dt1) const {
+    __device__ void combine(const Head& of, const Tiles& from, const float (&u)[PART_TILES][4], float2 dt) const {
         const Tile<CHUNK, SIZE> x = from.x, grad = from.grad;
         const int first = PART * side, head = first_head + of.number, D_channel = int(args.D_channel);
         const float* const D = args.D ? args.D + head * (D_channel ? head_size : 1) : nullptr;
@@ -249,10 +257,10 @@ struct Backward : BackwardChunk {
                 scale = make_float2(0, 0);
                 if (D && channel < head_size) scale = make_float2(D[channel * D_channel], D[(channel + 1) * D_channel]);
             }
-            store_pair(output.address + upper, dt0 * u[p][0] + scale.x * low_of(other0),
-                       dt0 * u[p][1] + scale.y * high_of(other0));
-            store_pair(output.address + lower, dt1 * u[p][2] + scale.x * low_of(other1),
-                       dt1 * u[p][3] + scale.y * high_of(other1));
+            store_pair(output.address + upper, dt.x * u[p][0] + scale.x * low_of(other0),
+                       dt.x * u[p][1] + scale.y * high_of(other0));
+            store_pair(output.address + lower, dt.y * u[p][2] + scale.x * low_of(other1),
+                       dt.y * u[p][3] + scale.y * high_of(other1));
         }
         dot0 = of_quarter(dot0), dot1 = of_quarter(dot1);
         if (lane % 4 == 0) of.terms.inside[side][own] = dot0, of.terms.inside[side][own + 8] = dot1;

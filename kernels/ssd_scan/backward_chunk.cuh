@@ -152,6 +152,16 @@ struct BackwardChunk {
         commit_copies();
     }
 
+    // Of the lane's two rows: decays from the chunk's begin and to its end, and step sizes.
+    __device__ float2 decays_before(const Head& of) const {
+        return make_float2(fast_exp2(of.sums[own]), fast_exp2(of.sums[own + 8]));
+    }
+    __device__ float2 decays_after(const Head& of) const {
+        const float total = of.sums[CHUNK - 1];
+        return make_float2(fast_exp2(total - of.sums[own]), fast_exp2(total - of.sums[own + 8]));
+    }
+    __device__ float2 dt_of(const Head& of) const { return make_float2(of.dt[own], of.dt[own + 8]); }
+
     // The step sizes of a head, their slopes, and the sums of the decays' logarithms.
     __device__ void compute_decays(int h) const {
         const int head = first_head + h;

@@ -113,9 +113,7 @@ struct Forward {
             multiply<STATES, false>(y, along_k(C_tile(stage)), along_k(kept));
             close_products();
             wait_for_products<0>(y);
-#pragma unroll
-            for (int p = 0; p < SIZE / 8; p++)
-                y[p][0] *= before0, y[p][1] *= before0, y[p][2] *= before1, y[p][3] *= before1;
+            scale_rows(y, make_float2(before0, before1));
             begin_products();
 #pragma unroll
             for (int j = 0; j < CHUNK; j += 16)

@@ -172,6 +172,24 @@ __device__ void multiply(float (&sums)[N][4], Operand<A_LIES, TA> a, Operand<B_L
 }
 #endif
 
+// products *= scales, and sums += scales · products, with a scale for each of the lane's two rows.
+template <int N>
+__device__ inline void scale_rows(float (&products)[N][4], float2 scales) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        products[n][0] *= scales.x, products[n][1] *= scales.x;
+        products[n][2] *= scales.y, products[n][3] *= scales.y;
+    }
+}
+template <int N>
+__device__ inline void add_scaled(float (&sums)[N][4], const float (&products)[N][4], float2 scales) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        sums[n][0] += scales.x * products[n][0], sums[n][1] += scales.x * products[n][1];
+        sums[n][2] += scales.y * products[n][2], sums[n][3] += scales.y * products[n][3];
+    }
+}
+
 __device__ inline float low_of(unsigned pair) { return Element::widen(Storage(pair)); }
 __device__ inline float high_of(unsigned pair) {
     if constexpr (Element::ONE == 0x3f80u) return __uint_as_float(pair & 0xffff0000u);
