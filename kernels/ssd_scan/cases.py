@@ -134,10 +134,15 @@ class Trial(cases.Trial):
         direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
+        low, high = _limits(self.setting)
         tensors = dict(self.inputs)
-        for name in _PLACED if not aligned else ():
-            placed = tensors[name]
-            tensors[name] = None if placed is None else _with_gaps(placed)
+        splits, block = 1, BLOCK if states > SMALL_BLOCK else SMALL_BLOCK
+        if not aligned:
+            there_are = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
+            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in there_are.items()}
+            block = SMALL_BLOCK
+            if direction == "backward":
+                splits = min(2, heads // groups)
         # Handed on in the problem's dtype by the kernels before.
         for name in ("states", "adjoints"):
             tensors[name] = self.expected[name].to(there(tensors["x"]).dtype)
@@ -159,11 +164,11 @@ class Trial(cases.Trial):
             softplus=self.setting.softplus,
             wide_dt=not self.setting.narrow_dt or self.dtype == "float32",
             wide_D=self.setting.skips and self.setting.wide_D,
-            low=_limits(self.setting)[0],
-            high=_limits(self.setting)[1],
+            low=low,
+            high=high,
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
-            splits=1 if aligned or direction != "backward" else min(2, heads // groups),
-            block=BLOCK if states > SMALL_BLOCK and aligned else SMALL_BLOCK,
+            splits=splits,
+            block=block,
         )
         names = [name for name in OUTPUTS[direction] if aligned or name != "ungated"]
         expected = {n: self.expected[n] for n in names if n in self.expected}

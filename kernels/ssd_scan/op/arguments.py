@@ -160,22 +160,20 @@ def _check_shapes(
     if cu_seqlens is not None:
         check_cu_seqlens(cu_seqlens, time)
     between = () if cu_seqlens is None else (cu_seqlens.shape[0] - 1,)
-    D = present.get("D")
-    expected = {
-        "dt": (batch, time, heads),
-        "A": (heads,),
-        "C": tuple(B.shape),
-        "D": (heads,) if D is None or D.dim() != 2 else (heads, size),
-        "z": (batch, time, heads, size),
-        "dt_bias": (heads,),
-        "initial_state": (batch, *between, heads, size, B.shape[3]),
-        "seq_idx": (batch, time),
+    accepted: dict[str, tuple[tuple[int, ...], ...]] = {
+        "dt": ((batch, time, heads),),
+        "A": ((heads,),),
+        "C": (tuple(B.shape),),
+        "D": ((heads,), (heads, size)),
+        "z": ((batch, time, heads, size),),
+        "dt_bias": ((heads,),),
+        "initial_state": ((batch, *between, heads, size, B.shape[3]),),
+        "seq_idx": ((batch, time),),
     }
     every = present if seq_idx is None else {**present, "seq_idx": seq_idx}
-    for name, shape in expected.items():
-        if name in every and tuple(every[name].shape) != shape:
-            others = f" or {(heads, size)}" if name == "D" else ""
+    for name, shapes in accepted.items():
+        if name in every and tuple(every[name].shape) not in shapes:
             raise ValueError(
                 f"{name} has shape {tuple(every[name].shape)}; for x of shape {tuple(x.shape)} and B of shape "
-                f"{tuple(B.shape)} it must be {(heads,) if others else shape}{others}"
+                f"{tuple(B.shape)} it must be {' or '.join(map(str, shapes))}"
             )

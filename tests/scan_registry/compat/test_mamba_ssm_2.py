@@ -387,14 +387,14 @@ def test_the_block_compiles_to_one_graph() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("zxbcdt", lambda x: x[0], r"zxbcdt has shape .* its last of three dimensions must be 48"),
-        ("zxbcdt", lambda x: x[..., 1:], "zxbcdt has shape"),
+        ("zxbcdt", lambda x: x[0], r"zxbcdt has shape .* must be \(batch, L, features\)"),
+        ("zxbcdt", lambda x: x[..., 1:], "zxbcdt has shape .* its last dimension must be 48"),
         (
             "conv1d_weight",
             lambda x: x[:, None],
-            r"conv1d_weight .* must be \(12 \+ 4 \* states, width\)",
+            r"conv1d_weight .* must be \(channels \+ 2 \* ngroups \* states, width\)",
         ),
-        ("conv1d_weight", lambda x: x[1:], "conv1d_weight has shape"),
+        ("conv1d_weight", lambda x: x[1:], r"conv1d_weight .* be \(12 \+ 4 \* states, width\)"),
         ("conv1d_weight", lambda x: x.to("meta"), "conv1d_weight is on meta, zxbcdt on cpu"),
         ("rmsnorm_weight", lambda x: x[1:], r"rmsnorm_weight has shape .* must be \(12,\)"),
         ("outproj_weight", lambda x: x[:, 1:], r"outproj_weight has shape .* must be \(6, 12\)"),

@@ -28,6 +28,12 @@ from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
 
 _NO_LIMIT = (0.0, float("inf"))
+#: Of what ``mamba_split_conv1d_scan_combined`` takes its sizes from: how many dimensions there may be, and which.
+_SHAPES = {
+    "zxbcdt": ((3,), "(batch, L, features)"),
+    "conv1d_weight": ((2,), "(channels + 2 * ngroups * states, width)"),
+    "D": ((1, 2), "(heads,) or (heads, headdim)"),
+}
 
 
 def mamba_chunk_scan_combined(
@@ -223,31 +229,30 @@ def _sizes(required: dict[str, Any], optional: dict[str, Any], headdim: Any, ngr
             raise ValueError(
                 f"{name} is on {value.device}, zxbcdt on {required['zxbcdt'].device}; they must be on one device"
             )
-    zxbcdt, weight, D = required["zxbcdt"], required["conv1d_weight"], required["D"]
-    if D.dim() not in (1, 2):
-        raise ValueError(f"D has shape {tuple(D.shape)}; it must be (heads,) or (heads, headdim)")
-    if D.dim() == 1 and headdim is None:
-        raise ValueError(f"headdim is None; D of shape {tuple(D.shape)} does not say it")
-    heads, size = D.shape if D.dim() == 2 else (D.shape[0], headdim)
+    for name, (ranks, shape) in _SHAPES.items():
+        if required[name].dim() not in ranks:
+            raise ValueError(f"{name} has shape {tuple(required[name].shape)}; it must be {shape}")
+    # The size of a head is D's, if it has one.
+    heads, size = (*required["D"].shape, headdim)[:2]
     for name, number in {"headdim": size, "ngroups": ngroups}.items():
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} is {number!r}; it must be an integer of 1 or more")
     if heads % ngroups:
         raise ValueError(f"ngroups is {ngroups}; it must divide the {heads} heads of D")
-    rows = weight.shape[0] - heads * size if weight.dim() == 2 else 0
-    if rows < 2 * ngroups or rows % (2 * ngroups):
+    states, rest = divmod(required["conv1d_weight"].shape[0] - heads * size, 2 * ngroups)
+    if states < 1 or rest:
         raise ValueError(
-            f"conv1d_weight has shape {tuple(weight.shape)}; for {heads} heads of {size} and {ngroups} groups it must be "
-            f"({heads * size} + {2 * ngroups} * states, width)"
+            f"conv1d_weight has shape {tuple(required['conv1d_weight'].shape)}; for {heads} heads of {size} and {ngroups} "
+            f"groups it must be ({heads * size} + {2 * ngroups} * states, width)"
         )
-    sizes = Sizes(heads, size, ngroups, rows // (2 * ngroups))
-    beside = zxbcdt.shape[-1] - sizes.projected if zxbcdt.dim() == 3 else -1
-    if beside < 0 or beside % 2:
+    sizes = Sizes(heads, size, ngroups, states)
+    linear, rest = divmod(required["zxbcdt"].shape[-1] - sizes.projected, 2)
+    if linear < 0 or rest:
         raise ValueError(
-            f"zxbcdt has shape {tuple(zxbcdt.shape)}; its last of three dimensions must be {sizes.projected}, or that and "
+            f"zxbcdt has shape {tuple(required['zxbcdt'].shape)}; its last dimension must be {sizes.projected}, or that and "
             "an even number of features for a linear path"
         )
-    sizes = sizes._replace(linear=beside // 2)
+    sizes = sizes._replace(linear=linear)
     _check_rest(present, sizes)
     return sizes
 
