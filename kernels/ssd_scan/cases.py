@@ -138,8 +138,8 @@ class Trial(cases.Trial):
         tensors = dict(self.inputs)
         splits, block = 1, BLOCK if states > SMALL_BLOCK else SMALL_BLOCK
         if not aligned:
-            there_are = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
-            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in there_are.items()}
+            placed = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
+            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in placed.items()}
             block = SMALL_BLOCK
             if direction == "backward":
                 splits = min(2, heads // groups)

@@ -42,8 +42,7 @@ class _Derivatives(Derivatives):
         return plans.empty_outputs(Arguments(*tensors), options, training)
 
     def composed(self, tensors: Tensors, options: Options) -> tuple[Tensor, Tensor | None]:
-        out, final_state = composed.forward(Arguments(*tensors), options)
-        return out, final_state if options.final else None
+        return composed.forward(Arguments(*tensors), options)
 
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
         ungated = results[2]

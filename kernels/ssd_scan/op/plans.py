@@ -136,7 +136,7 @@ def make_forward(*args: Any) -> Plan:
         every = Arguments(*tensors)
         out, final = composed.forward(every, options)
         ungated = composed.forward(every._replace(z=None), options)[0] if keeps else None
-        return out, final.contiguous() if options.final else None, ungated
+        return out, None if final is None else final.contiguous(), ungated
 
     if _in_torch(arguments, options):
         return by_torch

@@ -9,10 +9,13 @@ import pytest
 import torch
 from ssd_problems import NAMES, draw, drawn_problem, gradients_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import ssd_scan
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.ssd_scan import reference
+from scan_registry.kernels.ssd_scan.op import composed
+from scan_registry.kernels.ssd_scan.op.arguments import Arguments, Options
 
 run = partial(ssd_scan, return_final_state=True)
 
@@ -57,6 +60,43 @@ def test_packed_sequences_are_those_alone() -> None:
         one, last = run(**alone)
         torch.testing.assert_close(out[:, begin : begin + length], one, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(final[:, k], last, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("initial", [True, False])
+def test_outputs_do_not_depend_on_whether_final_states_are_asked_for(initial: bool) -> None:
+    lengths = [1, 0, 3, 40, 1, 1, 17, 0, 16, 1]
+    problem = draw(2, sum(lengths), sequences=len(lengths))
+    if not initial:
+        del problem["initial_state"]
+    problem["cu_seqlens"] = torch.tensor([0, *lengths]).cumsum(0)
+    agree(problem)
+    out, _ = run(**problem)
+    torch.testing.assert_close(ssd_scan(**problem), out, rtol=0, atol=0)
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers how many numbers the largest tensor holds that is computed."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        sizes = (t.untyped_storage().nbytes() // 4 for t in results if isinstance(t, Tensor))
+        self.numbers = max(self.numbers, *sizes, 0)
+        return result
+
+
+def test_memory_follows_steps_where_sequences_are_short() -> None:
+    """Nothing is as large as a state, or a chunk of 64 steps, of each sequence would be."""
+    time, size, states = 256, 64, 64
+    x, B, C = (torch.randn(1, time, 1, n) for n in (size, states, states))
+    dt, A, bounds = torch.rand(1, time, 1), -torch.ones(1), torch.arange(time + 1)
+    arguments = Arguments(x, dt, A, B, C, None, None, None, None, bounds)
+    with torch.no_grad(), _Largest() as largest:
+        composed.forward(arguments, Options())
+        composed.backward(arguments, Options(), x, None, (True,) * 5 + (False,) * 3)
+    assert 10 * time * size < largest.numbers < time * size * 64 // 3
 
 
 def test_numbered_sequences_are_those_alone() -> None:
