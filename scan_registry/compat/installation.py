@@ -38,7 +38,8 @@ _BLOCKS = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
 STAND_INS = {
     "causal_conv1d": StandIn(
         "1.6.0+scan.registry",
-        dict.fromkeys(("", ".causal_conv1d_interface", ".causal_conv1d_varlen"), _CONV),
+        dict.fromkeys(("", ".causal_conv1d_interface", ".causal_conv1d_varlen"), _CONV)
+        | {".cpp_functions": f"{_CONV}.cpp_functions"},
     ),
     # A version with the kernels of Mamba-2 but not of Mamba-3, so that programs that need these see that they are missing.
     "mamba_ssm": StandIn(

@@ -32,6 +32,7 @@ REPLACEMENTS = (
         for name in ("complex", "ref", "scalar", "triton", "warp")
     ),
     "scan_registry.compat.causal_conv1d",
+    "scan_registry.compat.causal_conv1d.cpp_functions",
     "scan_registry.compat.flashrnn",
     "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
     "scan_registry.compat.mamba_ssm.ops.triton.layernorm_gated",

@@ -14,6 +14,7 @@ import scan_registry
 from scan_registry import compat, distributed, nn
 from scan_registry.compat import accelerated_scan, flashrnn, mamba_ssm, sequential_scan
 from scan_registry.compat import causal_conv1d as compat_conv1d
+from scan_registry.compat.causal_conv1d import cpp_functions
 from scan_registry.compat.flashrnn import FlashRNNConfig
 
 
@@ -79,6 +80,12 @@ def convolutions(x: Tensor, final: bool) -> Tensor:
     assert isinstance(found, Tensor)
     compat_conv1d.causal_conv1d_update(x[..., 0], both[1], weight)
     states = compat_conv1d.causal_conv1d_varlen_states(x[0].T, torch.tensor([0, 3]), 2)
+    forward = cpp_functions.causal_conv1d_fwd_function(x, weight, bias, None, None, None, True)
+    assert_type(forward, Tensor)
+    cpp_functions.causal_conv1d_bwd_function(
+        x, weight, bias, forward, None, None, None, None, False, True
+    )
+    cpp_functions.causal_conv1d_update_function(x, both[1], weight, bias, True, None, None)
     return y + found + states.sum()
 
 

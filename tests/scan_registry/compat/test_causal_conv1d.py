@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from scan_registry.compat import causal_conv1d as compat
+from scan_registry.compat.causal_conv1d import cpp_functions
 
 SIGNATURES = {
     "causal_conv1d_fn": "x weight bias=None seq_idx=None initial_states=None return_final_states=False "
@@ -102,3 +103,49 @@ def test_packed_states_of_nothing() -> None:
     for arguments, error, words in wrong:
         with pytest.raises(error, match=words):
             compat.causal_conv1d_varlen_states(*arguments)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("states", [True, False])
+def test_functions_without_derivatives_are_those_with_them(bias: bool, states: bool) -> None:
+    """What mamba_ssm's blocks call, forwards and backwards."""
+    x = torch.randn(2, 20, 6).transpose(1, 2).requires_grad_()
+    weight = torch.randn(6, 4, requires_grad=True)
+    added = torch.randn(6, requires_grad=True) if bias else None
+    before = torch.randn(2, 6, 3, requires_grad=True) if states else None
+    expected, last = compat.causal_conv1d_fn(
+        x, weight, added, None, before, True, None, activation="silu"
+    )
+    out = torch.zeros(2, 6, 3)
+    y = cpp_functions.causal_conv1d_fwd_function(x, weight, added, None, before, out, True)
+    assert torch.equal(y, expected)
+    assert torch.equal(out, last)
+    assert not y.requires_grad
+    assert not out.requires_grad
+    grads = torch.randn_like(y), torch.randn_like(last)
+    right = [
+        *torch.autograd.grad(
+            (expected, last), [t for t in (x, weight, added, before) if t is not None], grads
+        )
+    ]
+    written = torch.zeros(2, 40, 6)[:, ::2].transpose(1, 2)
+    actual = cpp_functions.causal_conv1d_bwd_function(
+        x, weight, added, grads[0], None, before, grads[1], written, states, True
+    )
+    assert actual[0] is written
+    assert [t is not None for t in actual] == [True, True, bias, states]
+    torch.testing.assert_close([t for t in actual if t is not None], right)
+    other = cpp_functions.causal_conv1d_bwd_function(
+        x, weight, added, grads[0], None, before, None, None, False, False
+    )
+    plain = compat.causal_conv1d_fn(x, weight, added, None, before)
+    assert isinstance(plain, torch.Tensor)
+    torch.testing.assert_close(other[:2], torch.autograd.grad(plain, (x, weight), grads[0]))
+
+
+def test_the_update_without_a_name_of_its_activation() -> None:
+    step, state, weight = torch.randn(2, 6, 1), torch.randn(2, 6, 3), torch.randn(6, 4)
+    other = state.clone()
+    y = cpp_functions.causal_conv1d_update_function(step, state, weight, None, True, None, None)
+    assert torch.equal(y, compat.causal_conv1d_update(step, other, weight, None, "silu"))
+    assert torch.equal(state, other)

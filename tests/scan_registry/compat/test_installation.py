@@ -95,7 +95,7 @@ def test_transformers_alone_finds_no_fused_block() -> None:
 
 def test_what_there_is_none_of_is_not_found() -> None:
     compat.install(*NAMES)
-    for module in ("mamba_ssm.modules.mamba3", "causal_conv1d.cpp_functions"):
+    for module in ("mamba_ssm.modules.mamba3", "causal_conv1d.causal_conv1d_cuda"):
         with pytest.raises(ModuleNotFoundError, match=module.replace(".", r"\.")):
             importlib.import_module(module)
     assert importlib.util.find_spec("mamba_ssm_too") is None
