@@ -5,28 +5,41 @@ Mamba-2's scan (Mamba2, Bamba, Zamba2, NemotronH, GraniteMoeHybrid, FalconH1).
     python examples/transformers_models.py recurrent_gemma
     python examples/transformers_models.py mamba2
 
-One line, ``compat.install(…)``, makes the model run on scan_registry. Small models, randomly initialised, compute (8, 512)
-tokens, those on Mamba-2's scan (2, 512), as their own code takes much memory: milliseconds of a training step (forward,
-backward and AdamW's update), of a forward pass, and of a token that is generated, for one sequence and for 64. Both start from
-the same weights, and their losses and their first gradients have to agree. Needs transformers 5.16 or later, and for all but
-RecurrentGemma neither mamba-ssm nor causal-conv1d.
+One line, ``compat.install(…)``, makes the model run on scan_registry. If mamba_ssm itself is installed, a third path is timed:
+transformers on mamba_ssm's kernels, which need a GPU and are compiled in the first step. If causal-conv1d is not installed
+beside it, that path has scan_registry's convolution. Neither is seen by the other paths.
+
+Small models, randomly initialised, compute (8, 512) tokens, those on Mamba-2's scan (2, 512), as their own code takes much
+memory: milliseconds of the first training step (forward, backward and AdamW's update; torch has loaded its own kernels in a step
+of another model), of a later one, of a forward pass, and of a token that is generated, for one sequence and for 64. All paths
+start from the same weights. On scan_registry the losses and the first gradients have to agree with transformers' own path, and
+on a GPU nothing may be compiled: a kernel that no wheel holds is an error. Needs transformers 5.16 or later.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
+import importlib.util
 import json
+import os
+import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import date
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
+import scan_registry
 from scan_registry import compat
 
 #: The names of models on Mamba-2's scan, as their classes begin.
@@ -38,12 +51,19 @@ SECOND = {
     "granitemoehybrid": "GraniteMoeHybrid",
     "falcon_h1": "FalconH1",
 }
+PACKAGES = ("mamba_ssm", "causal_conv1d")
 #: What ``compat.install`` takes for each model.
 INSTALLED = {
-    **dict.fromkeys(("mamba", *SECOND), ("mamba_ssm", "causal_conv1d")),
+    **dict.fromkeys(("mamba", *SECOND), PACKAGES),
     "recurrent_gemma": ("recurrent_gemma",),
 }
-PATHS = ("its own", "scan_registry")
+#: The modules of mamba_ssm that each model's functions are in.
+ORIGINALS = {
+    **dict.fromkeys(SECOND, ("ops.triton.ssd_combined", "ops.triton.selective_state_update")),
+    "mamba": ("ops.selective_scan_interface", "ops.triton.selective_state_update"),
+    "recurrent_gemma": (),
+}
+OWN, THEIRS, OURS = "its own", "mamba_ssm", "scan_registry"
 #: How far the losses of the two paths may be apart, relative to the first; and their first gradients, all as one vector.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 GRADIENTS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -52,14 +72,76 @@ SIZES = {"mamba": (768, 2, 50280), "recurrent_gemma": (768, 3, 8192)}
 SIZES |= dict.fromkeys(SECOND, (2048, 2, 8192))
 
 
-def modules(name: str) -> dict[str, ModuleType]:
-    """The model's Python module by path: one for Mamba asks for the packages when it is imported."""
+class Hiding:
+    """A finder of modules that finds what another one does, but for mamba_ssm and causal_conv1d."""
+
+    def __init__(self, finder: Any) -> None:
+        self.finder = finder
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in PACKAGES:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.finder, name)
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """As if mamba_ssm and causal_conv1d were not installed; what ``compat.install`` puts in their places is seen."""
+    names = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
+    modules, finders = {name: sys.modules.pop(name) for name in names}, [*sys.meta_path]
+    sys.meta_path[:] = [Hiding(finder) for finder in finders]
+    try:
+        yield
+    finally:
+        compat.uninstall(*PACKAGES)
+        sys.meta_path[:] = finders
+        sys.modules.update(modules)
+
+
+def originals(name: str) -> dict[str, str]:
+    """The versions of mamba_ssm and causal_conv1d that the path on mamba_ssm's kernels has; none if there is no such path, as
+    mamba_ssm is not installed, or without the module that the model needs."""
+    needed = [f"mamba_ssm.{place}" for place in ORIGINALS[name]]
+    if not needed or not importlib.util.find_spec("mamba_ssm"):
+        return {}
+    if not all(importlib.util.find_spec(module) for module in needed):
+        return {}
+    with stand_in():
+        return {package: importlib.metadata.version(package) for package in PACKAGES}
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """With scan_registry's causal_conv1d if it is not installed."""
+    missing = [] if importlib.util.find_spec("causal_conv1d") else ["causal_conv1d"]
+    if missing:
+        compat.install(*missing)
+    try:
+        yield
+    finally:
+        if missing:
+            compat.uninstall(*missing)
+
+
+def modules(name: str, paths: list[str]) -> dict[str, ModuleType]:
+    """The model's Python module by path: it asks for the packages when it is imported."""
     home, by_path = f"transformers.models.{name}.modeling_{name}", {}
-    for path in PATHS:
+    for path in paths:
         sys.modules.pop(home, None)
-        if path == "scan_registry" and name != "recurrent_gemma":
+        with stand_in() if path == THEIRS else hidden():
+            if path == THEIRS:
+                # transformers takes its own code for what it cannot import, and does not say why.
+                for place in ORIGINALS[name]:
+                    importlib.import_module(f"mamba_ssm.{place}")
+            if path == OURS and name != "recurrent_gemma":
+                compat.install(*INSTALLED[name])
+            by_path[path] = importlib.import_module(home)
+        if path == OURS and name == "recurrent_gemma":
+            # Into the class of this module; that of the path before has another one.
             compat.install(*INSTALLED[name])
-        by_path[path] = importlib.import_module(home)
     return by_path
 
 
@@ -112,72 +194,114 @@ def second(name: str, width: int) -> dict[str, Any]:
     return common | own
 
 
-def interleaved(
-    name: str, calls: dict[str, Callable[[], object]], repeats: int
-) -> dict[str, float]:
+def ahead_of_time(path: str, name: str, options: Any) -> AbstractContextManager[Any]:
+    """On scan_registry's path, nothing runs but kernels that were compiled ahead of time, and torch's own. Mamba-2's scan in
+    float32 is composed of torch's matrix products, which counts as a fallback."""
+    if path != OURS or options.device == "cpu":
+        return nullcontext()
+    composed = name in SECOND and options.dtype == "float32"
+    return scan_registry.require("reference" if composed else "aot")
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Of one call."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median ms of calls that alternate between the paths, each after one whose time does not count."""
     times: dict[str, list[float]] = {path: [] for path in calls}
     for _ in range(repeats):
         for path, call in calls.items():
-            if name == "recurrent_gemma" and path == "scan_registry":
-                compat.install(*INSTALLED[name])
             call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            times[path].append(1e3 * (time.perf_counter() - begin))
-            if name == "recurrent_gemma":
-                compat.uninstall(*INSTALLED[name])
+            times[path].append(milliseconds(call))
     return {path: statistics.median(ms) for path, ms in times.items()}
 
 
-def measure(name: str, size: tuple[int, int, int], shape: tuple[int, int], options: Any) -> Any:
-    """Times by what is timed and by path, the losses of each path's training steps, and how far the first gradients of the
-    paths are apart."""
-    models = {path: build(name, module, size) for path, module in modules(name).items()}
-    for model in models.values():
-        model.to(options.device, getattr(torch, options.dtype))
-    ids = torch.randint(1, size[2], shape, generator=torch.Generator().manual_seed(1))
-    ids, losses, runs = ids.to(options.device), {path: [] for path in PATHS}, {}
+class Trained:
+    """A model on one path, with what its training steps leave."""
 
-    def forward(path: str) -> None:
-        with torch.no_grad():
-            models[path](input_ids=ids, labels=ids, use_cache=False)
+    def __init__(self, name: str, path: str, module: ModuleType, size: Any, options: Any) -> None:
+        self.model = build(name, module, size).to(options.device, getattr(torch, options.dtype))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.guard = partial(ahead_of_time, path, name, options)
+        self.losses: list[float] = []
+        self.gradient: torch.Tensor | None = None  # of the first step, all in one vector
 
-    def generate(path: str, batch: int, count: int = 32) -> None:
+    def train(self, ids: torch.Tensor) -> None:
+        with self.guard():
+            loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        if self.gradient is None:
+            grads = (p.grad for p in self.model.parameters())
+            self.gradient = torch.cat([g.float().flatten() for g in grads if g is not None])
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses.append(float(loss.detach()))
+
+    def forward(self, ids: torch.Tensor) -> None:
+        with torch.no_grad(), self.guard():
+            self.model(input_ids=ids, labels=ids, use_cache=False)
+
+    def generate(self, ids: torch.Tensor, batch: int, count: int) -> None:
         prompt = ids[:1, :16].expand(batch, -1)
         how = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
-        models[path].generate(prompt, max_new_tokens=count, **how)
+        with self.guard():
+            self.model.generate(prompt, max_new_tokens=count, **how)
 
-    def train(path: str, optimizer: torch.optim.Optimizer) -> None:
-        loss = models[path](input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses[path].append(float(loss.detach()))
 
-    gradients = [gradient(models[path], ids) for path in PATHS]
-    calls = {path: lambda path=path: forward(path) for path in PATHS}
-    runs["forward pass"] = interleaved(name, calls, options.repeats)
+def measure(
+    name: str, paths: list[str], size: tuple[int, int, int], shape: tuple[int, int], options: Any
+) -> tuple[dict[str, dict[str, float]], dict[str, Trained]]:
+    """Times by what is timed and by path, and the models."""
+    ids = torch.randint(1, size[2], shape, generator=torch.Generator().manual_seed(1))
+    ids, by_path = ids.to(options.device), modules(name, paths)
+    Trained(name, OWN, by_path[OWN], size, options).train(ids)
+    models = {p: Trained(name, p, module, size, options) for p, module in by_path.items()}
+    runs = {
+        "first training step": {
+            path: milliseconds(partial(model.train, ids)) for path, model in models.items()
+        }
+    }
+
+    def timed(what: str, call: Callable[[Trained], object], count: int = 1) -> None:
+        calls = {path: partial(call, model) for path, model in models.items()}
+        times = interleaved(calls, options.repeats)
+        runs[what] = {path: ms / count for path, ms in times.items()}
+
+    timed("forward pass", lambda model: model.forward(ids))
     for batch in (1, 64):
-        calls = {path: lambda path=path, batch=batch: generate(path, batch) for path in PATHS}
-        times = interleaved(name, calls, options.repeats)
-        runs[f"generated token, batch {batch}"] = {path: ms / 32 for path, ms in times.items()}
-    optimizers = {p: torch.optim.AdamW(models[p].parameters(), lr=1e-4) for p in PATHS}
-    calls = {path: lambda path=path: train(path, optimizers[path]) for path in PATHS}
-    runs["training step"] = interleaved(name, calls, options.repeats)
-    return runs, losses, float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+        generate = partial(Trained.generate, ids=ids, batch=batch, count=32)
+        timed(f"generated token, batch {batch}", generate, 32)
+    timed("training step", lambda model: model.train(ids))
+    return runs, models
 
 
-def gradient(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """All gradients of the loss as one vector."""
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    vector = [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]
-    model.zero_grad(set_to_none=True)
-    return torch.cat(vector)
+def apart(one: Trained, other: Trained) -> tuple[float, float]:
+    """How far the losses are apart at most, relative to the first; and the first gradients."""
+    pairs = zip(one.losses, other.losses, strict=True)
+    assert one.gradient is not None
+    assert other.gradient is not None
+    gradients = (other.gradient - one.gradient).norm() / one.gradient.norm()
+    return max(abs(a - b) for a, b in pairs) / abs(one.losses[0]), float(gradients)
+
+
+def environment(options: Any, versions: dict[str, str]) -> dict[str, str]:
+    """Where it was measured, and when."""
+    gpu = options.device != "cpu"
+    record = {
+        "device": torch.cuda.get_device_name() if gpu else platform.machine(),
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+    }
+    names = ("transformers", "scan_registry")
+    return record | {name: importlib.metadata.version(name) for name in names} | versions
 
 
 def main() -> int:
@@ -187,30 +311,49 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     parser.add_argument("--repeats", type=int, default=5, help="of each call; default: 5")
     parser.add_argument("--quick", action="store_true", help="a small model: to see that it works")
+    parser.add_argument(
+        "--without-mamba-ssm", action="store_true", help="leave its kernels out if it is installed"
+    )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
-    torch.backends.cudnn.allow_tf32 = (
-        False  # whose rounding is larger than the differences of losses
-    )
+    # Whose rounding is larger than the differences of losses.
+    torch.backends.cudnn.allow_tf32 = False
     size, shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
     if options.quick:
         size, shape = (32, size[1], 64), (2, 16)
-    try:
-        runs, losses, far = measure(options.model, size, shape, options)
-    finally:
-        compat.uninstall()
+    versions = {} if options.without_mamba_ssm else originals(options.model)
+    paths = [OWN, *([THEIRS] if versions else []), OURS]
+    if "scan.registry" in versions.get("causal_conv1d", ""):
+        print(
+            "mamba_ssm: its own scan, with scan_registry's causal_conv1d, as causal-conv1d is not installed"
+        )
+    with tempfile.TemporaryDirectory() as cache:
+        # Empty, so that a first step includes what it takes to compile.
+        os.environ["TRITON_CACHE_DIR"] = cache
+        try:
+            runs, models = measure(options.model, paths, size, shape, options)
+        finally:
+            compat.uninstall()
     for what, times in runs.items():
         print(f"{what}: " + ", ".join(f"{path} {ms:.2f} ms" for path, ms in times.items()))
-    own, ours = losses.values()
-    apart = max(abs(a - b) for a, b in zip(own, ours, strict=True)) / abs(own[0])
-    print(
-        f"losses of {len(own)} training steps: at most {apart:.1e} apart; first gradients: {far:.1e}"
-    )
+    far = {path: apart(models[OWN], models[path]) for path in paths[1:]}
+    for path, (loss, gradient) in far.items():
+        steps = len(models[path].losses)
+        print(
+            f"{path} and {OWN}: losses of {steps} training steps at most {loss:.1e} apart, first gradients {gradient:.1e}"
+        )
     if options.json:
-        record = {"torch": torch.__version__, "size": size, "shape": shape, "dtype": options.dtype}
-        record |= {"losses": losses, "gradients apart": far, "runs": runs}
+        record: dict[str, Any] = {"model": options.model, **environment(options, versions)}
+        record |= {"dtype": options.dtype, "size": size, "shape": shape}
+        record |= {"losses": {path: model.losses for path, model in models.items()}, "apart": far}
+        record["runs"] = [
+            {"what": what, "path": path, "ms": ms}
+            for what, times in runs.items()
+            for path, ms in times.items()
+        ]
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0 if apart <= TOLERANCE[options.dtype] and far <= GRADIENTS[options.dtype] else 1
+    loss, gradient = far[OURS]
+    return 0 if loss <= TOLERANCE[options.dtype] and gradient <= GRADIENTS[options.dtype] else 1
 
 
 if __name__ == "__main__":
