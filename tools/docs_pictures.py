@@ -64,6 +64,12 @@ class Canvas:
             f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{dash}/>'
         )
 
+    def bar(self, at: Point, width: float, height: float, color: str) -> None:
+        """A rectangle to the right of and below ``at``, at least a line wide."""
+        self.elements.append(
+            f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{max(width, 1.5):.1f}" height="{height:g}" fill="{color}"/>'
+        )
+
     def dots(self, points: Iterable[Point], color: str) -> None:
         self.elements += [
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"/>' for x, y in points
@@ -193,9 +199,43 @@ def character_model(palette: Palette) -> Canvas:
     return canvas
 
 
+# --- A model of transformers ------------------------------------------------------------------
+
+
+def mamba2_training(palette: Palette) -> Canvas:
+    """A step of transformers' Mamba2 on each path, and the first one, which includes what is compiled."""
+    record = results.document(results.MAMBA2)
+    layers, width, (batch, time) = record["size"][1], record["size"][0], record["shape"]
+    title = f"transformers' Mamba2, {layers} layers of {width:,} features, on ({batch}, {time:,}) tokens"
+    canvas = Canvas(760, 250, palette, title)
+    canvas.text((20, 28), title, size=15, bold=True)
+    said = f"milliseconds of a training step in {record['dtype']}; {results.of_run(results.MAMBA2)}"
+    canvas.text((20, 48), said, color=palette.faint, size=12)
+    colors = dict(zip(results.PATHS, (*palette.others, palette.ours), strict=True))
+    panels = {"training step": "a step", "first training step": "the first step, compiling included"}  # fmt: skip
+    for number, (what, heading) in enumerate(panels.items()):
+        left, times = 190.0 + 285 * number, results.of_model(what)
+        canvas.text((left, 80), heading, bold=True)
+        for row, (path, ms) in enumerate(times.items()):
+            top = 94.0 + 38 * row
+            long = 185 * ms / max(times.values())
+            canvas.bar((left, top), long, 24, colors[path])
+            canvas.text((left + long + 8, top + 17), results.milliseconds(ms), color=colors[path], bold=True)  # fmt: skip
+            if number == 0:
+                label = results.PATHS[path]
+                canvas.text((left - 10, top + 17), label, anchor="end", color=colors[path])
+    if results.convolution_is_ours():
+        note = (
+            "mamba_ssm's path has scan-registry's convolution, as causal-conv1d was not installed"
+        )
+        canvas.text((20, 232), note, color=palette.faint, size=12)
+    return canvas
+
+
 PICTURES: Mapping[str, Callable[[Palette], Canvas]] = {
     "time-against-length": time_against_length,
     "character-model": character_model,
+    "mamba2-training": mamba2_training,
 }
 
 

@@ -121,3 +121,33 @@ def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, f
         for timing in document(run)["timings"]
         if timing["who"] == who and all(timing["network"][key] == v for key, v in wanted.items())
     }
+
+
+# --- Models of transformers -------------------------------------------------------------------
+
+#: The run of ``examples/transformers_models.py mamba2``.
+MAMBA2 = "h200-transformers-mamba2"
+#: How pictures call its paths.
+PATHS = {
+    "its own": "transformers' own",
+    "mamba_ssm": "mamba_ssm's kernels",
+    "scan_registry": "scan-registry",
+}
+
+
+def of_model(what: str) -> dict[str, float]:
+    """Milliseconds by path."""
+    runs = document(MAMBA2)["runs"]
+    times = {run["path"]: run["ms"] for run in runs if run["what"] == what}
+    return {path: times[path] for path in PATHS}
+
+
+def convolution_is_ours() -> bool:
+    """Whether mamba_ssm's kernels ran beside this package's convolution."""
+    return "scan.registry" in document(MAMBA2)["causal_conv1d"]
+
+
+def milliseconds(value: float) -> str:
+    """With three digits."""
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"

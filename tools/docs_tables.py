@@ -184,6 +184,20 @@ def cold_start() -> str:
 # --- GPUs -------------------------------------------------------------------------------------
 
 
+def mamba2() -> str:
+    """transformers' Mamba2 on each path."""
+    record = results.document(results.MAMBA2)
+    mamba_ssm = f"mamba_ssm {record['mamba_ssm']}, ms"
+    if results.convolution_is_ours():
+        mamba_ssm = f"mamba_ssm {record['mamba_ssm']} with scan-registry's convolution, ms"
+    rows = []
+    for what in dict.fromkeys(run["what"] for run in record["runs"]):
+        rows.append([what, *map(results.milliseconds, results.of_model(what).values())])
+    head = ("", "its own path, ms", mamba_ssm, "stand-ins, ms")
+    where = f"Measured: {results.of_run(results.MAMBA2)}, transformers {record['transformers']}."
+    return f"{table(head, rows)}\n\n{where}"
+
+
 def gpus() -> str:
     """Every GPU that doctor knows by name, and the tier of each language with a wheel of all archives."""
     by_capability: dict[Capability, list[str]] = {}
@@ -239,6 +253,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpus": gpus,
     "first-calls": first_calls,
     "cold-start": cold_start,
+    "mamba2": mamba2,
 }
 
 
