@@ -13,7 +13,9 @@ import pytest
 import torch
 from mamba2_blocks import BOUNDS, LENGTH, block, each_option, given, made, numbers
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 
 from scan_registry import nn
 
@@ -314,6 +316,42 @@ def test_it_compiles_to_one_graph() -> None:
         torch.autograd.grad(compiled(x).square().sum(), leaves),
         torch.autograd.grad(m(x).square().sum(), leaves),
     )
+
+
+@pytest.mark.parametrize("way", ["plain", "checkpointed", "compiled"])
+def test_it_trains_in_mixed_precision(way: str) -> None:
+    """Parameters and gradients stay in float32, and the loss falls as it does in float32. What was trained is copied whole."""
+    hidden = given().detach().float()
+    target = torch.randn_like(hidden)
+
+    def train(m: nn.Mamba2, call: Any, mixed: bool) -> list[float]:
+        optimizer, losses = torch.optim.AdamW(m.parameters(), lr=3e-2), []
+        for _ in range(12):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                loss = functional.mse_loss(call(hidden).float(), target)
+            loss.backward()
+            assert {p.grad.dtype for p in m.parameters() if p.grad is not None} == {torch.float32}
+            assert all(p.grad is not None for p in m.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    m = made(dtype=torch.float32)
+    calls = {
+        "plain": m,
+        "checkpointed": lambda x: checkpoint(m, x, use_reentrant=False),
+        "compiled": torch.compile(m, fullgraph=True, backend="aot_eager"),
+    }
+    exact = copy.deepcopy(m)
+    losses, expected = train(m, calls[way], True), train(exact, exact, False)
+    assert expected[-1] < 0.6 * expected[0]
+    assert losses == pytest.approx(expected, rel=0.05)
+    other = made(1, dtype=torch.float32)
+    other.load_state_dict(m.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(other(hidden), m(hidden))
+        assert torch.equal(copy.deepcopy(m)(hidden), m(hidden))
 
 
 # --- On a GPU ---------------------------------------------------------------------------------
