@@ -50,6 +50,7 @@ STAND_INS = {
                 "mamba_ssm",
                 "mamba_ssm.modules",
                 "mamba_ssm.modules.mamba2",
+                "mamba_ssm.modules.mamba2_simple",
                 "mamba_ssm.modules.mamba_simple",
                 "mamba_ssm.ops",
                 "mamba_ssm.ops.selective_scan_interface",

@@ -259,6 +259,8 @@ def mamba2(x: Tensor) -> Tensor:
     y = gated.rmsnorm_fn(x, norm.weight, None, z=x) + gated.layernorm_fn(x, norm.weight, norm.bias)
     assert_type(gated.LayerNorm(x.shape[-1])(gated.RMSNorm(x.shape[-1])(x, x)), Tensor)
     assert [mamba_ssm.Mamba2, mamba_ssm.modules.mamba2.Mamba2]
+    simple = mamba_ssm.modules.mamba2_simple.Mamba2Simple(8, headdim=4, learnable_init_states=True)
+    simple(torch.randn(2, 5, 8))
     return whole + packed + model(x, seq_idx=numbers) + y + norm(torch.cat([start, last], 1))
 
 
