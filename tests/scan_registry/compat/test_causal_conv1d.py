@@ -149,3 +149,32 @@ def test_the_update_without_a_name_of_its_activation() -> None:
     y = cpp_functions.causal_conv1d_update_function(step, state, weight, None, True, None, None)
     assert torch.equal(y, compat.causal_conv1d_update(step, other, weight, None, "silu"))
     assert torch.equal(state, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_without_derivatives_on_a_gpu(dtype: torch.dtype) -> None:
+    """As mamba_ssm's blocks call them: between parts of wider rows, which gradients are written to, with weights of any dtype."""
+    wide = torch.randn(2, 100, 160, device="cuda").to(dtype)
+    x = wide[..., 32:128].transpose(1, 2)
+    weight, bias = torch.randn(96, 4, device="cuda"), torch.randn(96, device="cuda")
+    weight, bias = weight.to(dtype), bias.to(dtype)
+    grad = torch.randn(2, 100, 96, device="cuda").to(dtype).transpose(1, 2)
+    leaves = [t.detach().double().cpu().requires_grad_() for t in (x, weight, bias)]
+    expected = compat.causal_conv1d_fn(*leaves, activation="silu")
+    assert isinstance(expected, torch.Tensor)
+    right = torch.autograd.grad(expected, leaves, grad.double().cpu())
+    y = cpp_functions.causal_conv1d_fwd_function(x, weight, bias, None, None, None, True)
+    assert y.transpose(1, 2).is_contiguous()
+    written = torch.zeros_like(wide)
+    actual = cpp_functions.causal_conv1d_bwd_function(
+        x, weight, bias, grad, None, None, None, written[..., 32:128].transpose(1, 2), False, True
+    )
+    assert not written[..., :32].any()
+    assert not written[..., 128:].any()
+    results = [y, written[..., 32:128].transpose(1, 2), *(t for t in actual[1:3] if t is not None)]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for result, wanted in zip(results, (expected, *right), strict=True):
+        assert result.dtype == dtype
+        error = (result.double().cpu() - wanted).norm() / wanted.norm()
+        assert error < tolerance
