@@ -195,12 +195,12 @@ def second(name: str, width: int) -> dict[str, Any]:
     return common | own
 
 
-def at_level(path: str, name: str, options: Any) -> AbstractContextManager[Any]:
+def at_level(path: str, options: Any) -> AbstractContextManager[Any]:
     """On scan_registry's path, nothing runs but torch's kernels and those of the level that is required. Mamba-2's scan in float32
     is composed of torch's matrix products, which only the lowest level allows."""
     if path != OURS or options.device == "cpu":
         return nullcontext()
-    composed = name in SECOND and options.dtype == "float32"
+    composed = options.model in SECOND and options.dtype == "float32"
     return scan_registry.require("reference" if composed else options.require)
 
 
@@ -228,10 +228,11 @@ def interleaved(calls: Mapping[str, Callable[[], object]], repeats: int) -> dict
 class Trained:
     """A model on one path, with what its training steps leave."""
 
-    def __init__(self, name: str, path: str, module: ModuleType, size: Any, options: Any) -> None:
-        self.model = build(name, module, size).to(options.device, getattr(torch, options.dtype))
+    def __init__(self, path: str, module: ModuleType, options: Any) -> None:
+        self.model = build(options.model, module, options.size)
+        self.model.to(options.device, getattr(torch, options.dtype))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self.guard = partial(at_level, path, name, options)
+        self.guard = partial(at_level, path, options)
         self.losses: list[float] = []
         self.gradient: torch.Tensor | None = None  # of the first step, all in one vector
 
@@ -258,13 +259,15 @@ class Trained:
 
 
 def measure(
-    name: str, paths: list[str], size: tuple[int, int, int], shape: tuple[int, int], options: Any
+    paths: list[str], options: Any
 ) -> tuple[dict[str, dict[str, float]], dict[str, Trained]]:
     """Times by what is timed and by path, and the models."""
-    ids = torch.randint(1, size[2], shape, generator=torch.Generator().manual_seed(1))
-    ids, by_path = ids.to(options.device), modules(name, paths)
-    Trained(name, OWN, by_path[OWN], size, options).train(ids)
-    models = {p: Trained(name, p, module, size, options) for p, module in by_path.items()}
+    ids = torch.randint(
+        1, options.size[2], options.shape, generator=torch.Generator().manual_seed(1)
+    )
+    ids, by_path = ids.to(options.device), modules(options.model, paths)
+    Trained(OWN, by_path[OWN], options).train(ids)
+    models = {path: Trained(path, module, options) for path, module in by_path.items()}
     runs = {
         "first training step": {
             path: milliseconds(partial(model.train, ids)) for path, model in models.items()
@@ -293,16 +296,32 @@ def apart(one: Trained, other: Trained) -> tuple[float, float]:
     return max(abs(a - b) for a, b in pairs) / abs(one.losses[0]), float(gradients)
 
 
-def environment(options: Any, versions: dict[str, str]) -> dict[str, str]:
-    """Where it was measured, and when."""
+def record(
+    options: Any,
+    versions: dict[str, str],
+    runs: dict[str, dict[str, float]],
+    models: dict[str, Trained],
+) -> dict[str, Any]:
+    """Every number, and where and when it was measured."""
     gpu = options.device != "cpu"
-    record = {
+    return {
+        "model": options.model,
         "device": torch.cuda.get_device_name() if gpu else platform.machine(),
         "date": date.today().isoformat(),
         "torch": torch.__version__,
+        **{name: importlib.metadata.version(name) for name in ("transformers", "scan_registry")},
+        **versions,
+        "dtype": options.dtype,
+        "size": options.size,
+        "shape": options.shape,
+        "losses": {path: model.losses for path, model in models.items()},
+        "apart": {path: apart(models[OWN], model) for path, model in models.items()},
+        "runs": [
+            {"what": what, "path": path, "ms": ms}
+            for what, times in runs.items()
+            for path, ms in times.items()
+        ],
     }
-    names = ("transformers", "scan_registry")
-    return record | {name: importlib.metadata.version(name) for name in names} | versions
 
 
 def main() -> int:
@@ -325,41 +344,30 @@ def main() -> int:
     options = parser.parse_args()
     # Whose rounding is larger than the differences of losses.
     torch.backends.cudnn.allow_tf32 = False
-    size, shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
+    options.size, options.shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
     if options.quick:
-        size, shape = (32, size[1], 64), (2, 16)
+        options.size, options.shape = (32, options.size[1], 64), (2, 16)
     versions = {} if options.without_mamba_ssm else originals(options.model)
-    paths = [OWN, *([THEIRS] if versions else []), OURS]
+    paths = [OWN, THEIRS, OURS] if versions else [OWN, OURS]
     if "scan.registry" in versions.get("causal_conv1d", ""):
-        print(
-            "mamba_ssm: its own scan, with scan_registry's causal_conv1d, as causal-conv1d is not installed"
-        )
+        print("mamba_ssm: with scan_registry's causal_conv1d, as causal-conv1d is not installed")
     with tempfile.TemporaryDirectory() as cache:
         # Empty, so that a first step includes what it takes to compile.
         os.environ["TRITON_CACHE_DIR"] = cache
         try:
-            runs, models = measure(options.model, paths, size, shape, options)
+            runs, models = measure(paths, options)
         finally:
             compat.uninstall()
     for what, times in runs.items():
         print(f"{what}: " + ", ".join(f"{path} {ms:.2f} ms" for path, ms in times.items()))
-    far = {path: apart(models[OWN], models[path]) for path in paths[1:]}
-    for path, (loss, gradient) in far.items():
-        steps = len(models[path].losses)
-        print(
-            f"{path} and {OWN}: losses of {steps} training steps at most {loss:.1e} apart, first gradients {gradient:.1e}"
-        )
+    for path in paths[1:]:
+        loss, gradient = apart(models[OWN], models[path])
+        steps = f"losses of {len(models[path].losses)} training steps at most {loss:.1e}"
+        print(f"{path} and {OWN}: {steps} apart, first gradients {gradient:.1e}")
     if options.json:
-        record: dict[str, Any] = {"model": options.model, **environment(options, versions)}
-        record |= {"dtype": options.dtype, "size": size, "shape": shape}
-        record |= {"losses": {path: model.losses for path, model in models.items()}, "apart": far}
-        record["runs"] = [
-            {"what": what, "path": path, "ms": ms}
-            for what, times in runs.items()
-            for path, ms in times.items()
-        ]
-        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    loss, gradient = far[OURS]
+        text = json.dumps(record(options, versions, runs, models), indent=1)
+        options.json.write_text(text + "\n", encoding="utf-8")
+    # Those of the last path, which is scan_registry's.
     return 0 if loss <= TOLERANCE[options.dtype] and gradient <= GRADIENTS[options.dtype] else 1
 
 
