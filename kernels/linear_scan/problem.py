@@ -29,6 +29,10 @@ REDUCTION_TILE = (32, 64)
 REDUCTION_BLOCKS = 1024
 
 
+#: Why a variant that reads rows of gates does not solve a problem.
+ONE_GATE = "a row has one gate for all times"
+
+
 @dataclass(frozen=True)
 class Strides:
     """Distance between neighbours along each dimension, in elements. Along the time of ``state``,
@@ -80,7 +84,7 @@ class LinearScanProblem:
     reverse      whether x[t] follows from x[t+1]
     strides      of the tensors that ``STRIDED`` names, in that order; 0 where gates are broadcast
     alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
-    sums         of a backward problem: whether gates_grad is one sum over time for each state, and lies as
+    sums         of a backward problem: whether gates_grad is ``sum_pieces`` sums over time for each state, each lying as
                  states do
     """
 
@@ -141,15 +145,23 @@ class LinearScanProblem:
         """Those of the tensors that have a time: all but ``state``."""
         return self.strides[:-1]
 
+    def one_gate_a_row(self) -> bool:
+        """Whether time is contiguous, and each row has one gate for all times."""
+        return self.layout == "time_last" and self.has_one_gate()
+
+    def rows_strides(self) -> tuple[Strides, ...]:
+        """Those of the tensors whose rows are read or written: all that have a time, but gates of which a row has one."""
+        return self.sequence_strides()[self.one_gate_a_row() :]
+
     def plain(self) -> bool:
-        """Whether nothing is broadcast or mixed, and one batch dimension says it all."""
+        """Whether nothing is broadcast, but gates along time, or mixed, and one batch dimension says it all."""
         row, unit = (
             (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
         )
         return (
             self.outer == 1
             and self.gates_dtype == self.dtype
-            and all(row == 1 or getattr(s, unit) == 1 for s in self.sequence_strides())
+            and all(row == 1 or getattr(s, unit) == 1 for s in self.rows_strides())
         )
 
     def folds(self) -> bool:
@@ -166,7 +178,7 @@ class LinearScanProblem:
         sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
         return row % elements == 0 and all(
             sizes[dimension] == 1 or getattr(strides, dimension) % elements == 0
-            for strides in self.sequence_strides()
+            for strides in self.rows_strides()
             for dimension in ("outer", "batch", outside)
         )
 
@@ -175,7 +187,7 @@ class LinearScanProblem:
         rows start and end."""
         if self.alignment < 16:
             return False
-        chunk, (first, *others) = self.chunk(), self.sequence_strides()
+        chunk, (first, *others) = self.chunk(), self.rows_strides()
         outside = "channel" if self.layout == "time_last" else "time"
         sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
         return all(
@@ -188,6 +200,10 @@ class LinearScanProblem:
     def chunk(self) -> int:
         """Elements in 16 bytes."""
         return 16 // ITEM_SIZE[self.dtype]
+
+    def sum_pieces(self) -> int:
+        """Sums over parts of time that ``sums`` leaves for each state, one after those of all states, to be added up."""
+        return self.time // (64 * self.chunk()) + 6 if self.layout == "time_last" else 1
 
     def reduction(self) -> Reduction:
         """How the sum over broadcast gates is cut into pieces."""

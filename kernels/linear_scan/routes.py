@@ -1,7 +1,7 @@
 """Other ways to pose a scan whose layout has no fast kernel: on copies, for which there is one.
 
-- ``gates``: a gate that does not change with time is written out for every step. What then has the layout of other scans
-  is also cut into segments, where otherwise a CTA passes over a whole row.
+- ``gates``: of contiguous channels, a gate that does not change with time is written out for every step. What then has the
+  layout of other scans is also cut into segments, where otherwise a CTA passes over all of time.
 - ``padded``: contiguous channels whose rows are no whole chunks of 16 bytes go to rows that are. The channels beyond are
   scanned, too, and nobody reads them. Gates that do not change with time stay as few, or are written out.
 - ``rows``: very few contiguous channels go to a row of contiguous time for each, where ``padded`` would have more
@@ -60,7 +60,7 @@ def routes(problem: LinearScanProblem) -> tuple[Route, ...]:
 
 def _routes(problem: LinearScanProblem) -> Iterator[Route]:
     one_gate = problem.has_one_gate()
-    if one_gate and not problem.sequences:
+    if one_gate and not problem.one_gate_a_row() and not problem.sequences:
         yield _with_gates(problem)
     if (
         problem.layout == "channel_last"

@@ -28,6 +28,7 @@ from scan_registry.kernels.linear_scan import (
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     MOST_ALONG_Y,
+    ONE_GATE,
     REDUCTION_TILE,
     STRIDED,
     Direction,
@@ -107,7 +108,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    if problem.sums and not streams.is_column_serial(variant):
+    if problem.sums and not streams.sums(variant):
         return "it does not sum the gradient of gates"
     if dict(variant.statics).get("reverse", problem.reverse) != problem.reverse:
         return "it scans the other way"
@@ -157,6 +158,8 @@ def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     chunk = problem.chunk()
     streamed = streams.is_streamed(variant)
+    if not streamed and variant.text("access") != "generic" and problem.one_gate_a_row():
+        return ONE_GATE
     if streamed or variant.text("access") == space.MISALIGNED:
         if not streams.fits_rows(variant, problem):
             return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
@@ -321,9 +324,11 @@ def _triton_divisible(variant: Variant, layout: Layout, direction: Direction) ->
 def _triton_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if reason := _rejects_static(variant, problem):
         return reason
-    if variant.text("access") == "aligned" and not problem.whole_chunks(16):
+    if variant.text("access") != "aligned":
+        return None
+    if not problem.whole_chunks(16):
         return "row length and strides are not multiples of 16 elements"
-    return None
+    return ONE_GATE if problem.one_gate_a_row() else None
 
 
 def _triton_cost(variant: Variant, problem: LinearScanProblem) -> float:

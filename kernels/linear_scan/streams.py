@@ -57,6 +57,12 @@ def is_column_serial(variant: Variant) -> bool:
     return "lanes_across" in dict(variant.statics)
 
 
+def sums(variant: Variant) -> bool:
+    """Whether a backward variant can sum the gradient of gates over time."""
+    rows = variant.kernel.startswith("time_last") and is_streamed(variant)
+    return rows or is_column_serial(variant)
+
+
 def shared(direction: Direction, variant: Variant) -> int:
     """Bytes of dynamic shared memory of a block."""
     if not is_streamed(variant):

@@ -12,6 +12,7 @@ from functools import partial
 from math import ceil
 
 from scan_registry.kernels.linear_scan.problem import (
+    ONE_GATE,
     Layout,
     LinearScanProblem,
     ceil_div,
@@ -78,6 +79,8 @@ def _accepts(
         return f"it counts lines up to {_MOST_LINES}"
     if variant.text("access") != "aligned":
         return None
+    if problem.one_gate_a_row():
+        return ONE_GATE
     if problem.layout == "time_last":
         fits = problem.congruent()
     else:

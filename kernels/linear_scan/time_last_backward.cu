@@ -14,6 +14,8 @@
 
 struct Backward {
     Rows gates, states, grads, gates_grad, tokens_grad;
+    bool one_gate;  // a row has one for all times
+    State* sums;  // of gates_grad: sum_pieces for each row, of which the next has them after those of all rows
     const State *initial_state, *final_grad;
     State* initial_grad;
     Strides of_state;
@@ -30,14 +32,15 @@ struct BackwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return BackwardStep::Padding::GATE; });
+        if (of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, BackwardStep::Padding::GATE);
+        else copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return BackwardStep::Padding::GATE; });
         copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return BackwardStep::Padding::GRAD; });
-        if (!of.gates_grad.first) return;
+        if (!of.gates_grad.first && !of.sums) return;
         copy_in<TURNED>(ring, 2, of.states, at, scans, [](unsigned) { return BackwardStep::Padding::STATE; });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
-        const bool inside = row < scans.rows && next < scans.time;
+        const bool inside = row < scans.rows && next < scans.time && (!MISALIGNED || next > -VECTOR);
         copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans.time, inside);
     }
     // Of a row among batches × channels; null if there is none.
@@ -78,6 +81,7 @@ struct BackwardTiles {
         const int last = to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
         const State* const initial_state = last < 0 ? nullptr : of_row(of.initial_state, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
+        State sum = State(0);
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
@@ -95,6 +99,14 @@ struct BackwardTiles {
                 const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
                 for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
             }
+            // Of a piece that is not all the row's, what lies outside does not count.
+            const bool counts = MISALIGNED || to_last >= p * VECTOR;
+            if (of.sums && counts) {
+                const Own inside(scans.time - 1 - to_last + p * VECTOR, scans.time);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++)
+                    sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
+            }
             gate.set(for_gates), grad.set(for_tokens);
             *ring.place(0, own) = words_of(gate.chunk);
             *ring.place(1, own) = words_of(grad.chunk);
@@ -102,6 +114,20 @@ struct BackwardTiles {
         meet_copiers();
         if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
         if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
+        if (of.sums) add_up(tile, at, sum, tile_prefix);
+    }
+    // The sum of a tile that is a part of its row has room of its own; others are added up until the row's last. Room that is
+    // left holds zeros.
+    __device__ void add_up(const Tile& tile, const Position& at, State sum, TilePrefix& tile_prefix) const {
+#pragma unroll
+        for (int distance = LANES / 2; distance > 0; distance /= 2) sum = sum + from_lane(sum, at.lane ^ distance);
+        const bool is_last = tile.level + 1 == scans.grid.levels;
+        if (!CUT) sum = tile_prefix.sum = tile.level ? tile_prefix.sum + sum : sum;
+        State* const sums = of_row(of.sums, at, at.row());
+        if (!sums || (CUT ? tile.level >= scans.grid.levels : !is_last)) return;
+        const i64 begin = CUT ? i64(tile.level) * (TIMES / SUM_STEPS) : 0;
+        const i64 end = is_last ? sum_pieces(scans.time) : begin + TIMES / SUM_STEPS;
+        for (i64 i = begin + at.lane % LANES; i < end; i += LANES) sums[i * scans.rows] = i == begin ? sum : State(0);
     }
 };
 
@@ -271,15 +297,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #ifdef REVERSE
-    flags = REVERSE;
+    flags = (flags & ~i64(1)) | REVERSE;
 #endif
 #if STAGES
-    const Scans scans(batch, channels, time, {gates_batch, gates_channel});
+    State* const sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
+    if (sums) gates_grad = nullptr;
+    const Scans scans(batch, channels, time, {states_grad_batch, states_grad_channel});
     const Backward of{{gates, gates_batch, gates_channel},
                       {states, states_batch, states_channel},
                       {states_grad, states_grad_batch, states_grad_channel},
                       {gates_grad, grads_batch, grads_channel},
                       {tokens_grad, grads_batch, grads_channel},
+                      gates_time == 0 && time > 1,
+                      sums,
                       initial_state,
                       final_state_grad,
                       initial_state_grad,

@@ -10,6 +10,7 @@
 
 struct Forward {
     Rows gates, tokens, states;
+    bool one_gate;  // a row has one for all times
     const State* initial_state;
     State* final_state;
     Strides of_state;
@@ -26,7 +27,8 @@ struct ForwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
+        if (of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, ForwardStep::Padding::GATE);
+        else copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
         copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return ForwardStep::Padding::TOKEN; });
     }
     // Of a row among batches × channels; null if there is none.
@@ -183,10 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     flags = REVERSE;
 #endif
 #if STAGES
-    const Scans scans(batch, channels, time, {gates_batch, gates_channel});
+    const Scans scans(batch, channels, time, {tokens_batch, tokens_channel});
     const Forward of{{gates, gates_batch, gates_channel},
                      {tokens, tokens_batch, tokens_channel},
                      {states, states_batch, states_channel},
+                     gates_time == 0 && time > 1,
                      initial_state,
                      final_state,
                      {state_batch, state_channel}};

@@ -1,4 +1,4 @@
-// Time contiguous, aligned, without options: what the forward and the backward kernel share.
+// Time contiguous, aligned, without packed sequences: what the forward and the backward kernel share.
 //
 // The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a CTA),
 // PREFIX_LEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
@@ -35,7 +35,11 @@ enum : int {
     TIMES = LANES * ITEMS,  // that a tile covers
     LINE = 128 / sizeof(Storage),  // of the caches
     LONG = 16 * LINE,  // for a row
+    SUM_STEPS = 64 * VECTOR,  // time steps for which there is room for a sum
 };
+static_assert(!CUT || (TIMES % SUM_STEPS == 0 && TIMES <= 4 * SUM_STEPS));
+// Sums of a row for which there is room (problem.py).
+__device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
 static_assert(WARPS == 1 && (!CUT || LANES == 32));
 
 struct Position;
@@ -162,6 +166,19 @@ __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
     }
 }
 
+// Fill a tile with gates of which a row has one for all time steps, so that none is read but these.
+template <bool TURNED, class Ring>
+__device__ void fill_in(const Ring& ring, int input, const Rows& gates, const Position& at, const Scans& scans,
+                        Storage outside) {
+    Storage gate = 0;
+#pragma unroll
+    for (int i = 0; i < PIECES; i++) {
+        const Turn<TURNED> turn(i, at, scans);
+        if ((SIDE > 1 || i == 0) && turn.row < scans.rows) gate = gates.first[gates.strides.offset(at, turn.row)];
+        *ring.place(input, turn.piece) = piece_of(turn.inside ? gate : outside);
+    }
+}
+
 // The elements of a piece that are the row's own.
 struct Own {
     int begin, end;
@@ -222,6 +239,7 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
 // The state that enters a lane's elements.
 struct RowTilePrefix {
     RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
+    State sum = State(0);                   // of what is summed over the row so far; not where rows are cut
     Affine composed, tile[1];         // before this lane, and of all of its row's
 
     // `lane_map` composes this lane's elements.

@@ -171,7 +171,7 @@ class LinearScan(Operator):
         layout = StateLayout.of(first, case.dim, cu_seqlens)
         outputs = {name: torch.empty_like(first) for name in self.outputs(case, problem)}
         if problem.sums:
-            outputs["gates_grad"] = layout.leaving(None)
+            outputs["gates_grad"] = layout.sums(problem.sum_pieces())
         states: dict[str, Tensor | None] = {}
         if case.state:
             entering, leaving = _STATES[problem.direction]

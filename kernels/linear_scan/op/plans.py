@@ -349,7 +349,7 @@ def plan_backward(
         leaving = layout.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
         if summing is not None:
-            gates_grad = layout.leaving(None)
+            gates_grad = layout.sums(call.problem.sum_pieces())
         elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
         if for_tokens or reduce is not None:
@@ -371,7 +371,7 @@ def plan_backward(
         )
         if summing is not None:
             assert gates_grad is not None
-            gates_grad = _sum_to(gates, gates_grad, dim, cu_seqlens)
+            gates_grad = _sum_to(gates, layout.total(gates_grad), dim, cu_seqlens)
         elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)
         elif gates_grad is not None and broadcast:

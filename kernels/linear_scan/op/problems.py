@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -60,6 +61,15 @@ class StateLayout:
 
     def empty(self) -> Tensor:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def sums(self, pieces: int) -> Tensor:
+        """Room for so many sums for each state, one after those of all states."""
+        return torch.empty((pieces, math.prod(self.shape)), dtype=self.dtype, device=self.device)
+
+    def total(self, sums: Tensor) -> Tensor:
+        """The sum of what ``sums`` made room for, as a state lies."""
+        total = sums.sum(0) if sums.shape[0] > 1 else sums[0]
+        return total.as_strided(self.shape, self.strides)
 
     def entering(self, state: Tensor | None) -> Tensor | None:
         """A state that lies so: itself where it does."""

@@ -181,11 +181,41 @@ def test_blocks_keep_the_states_of_columns(
         assert case.error() <= cases.TOLERANCE[dtype]
 
 
+ONE_GATE_A_ROW = (
+    cases.Setting(states=True, broadcast=("time",)),
+    cases.Setting(reverse=True, broadcast=("batch", "channel", "time")),
+)
 ONE_GATE = (
     cases.Setting(states=True, broadcast=("time",)),
     cases.Setting(reverse=True, broadcast=("batch", "time")),
     cases.Setting(states=True, packed=True, broadcast=("time",)),
 )
+
+
+@pytest.mark.parametrize(
+    "tile", [{"lanes": 4}, {"lanes": 16, "pieces": 2}, {"prefix_lead": 2}], ids=str
+)
+@pytest.mark.parametrize("access", ["aligned", "misaligned"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
+    dtype: str, access: str, tile: dict[str, int], cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """A row's only gate is read by itself, forward and backward; the kernel reads nothing else of the gates."""
+    torch.manual_seed(0)
+    checked = 0
+    for name in ("time_last_forward", "time_last_backward"):
+        kernel = FAMILY.kernel(name, "cuda")
+        variant = like(kernel, {"dtype": dtype, "access": access, **tile})
+        library = cuda_emulator.emulated(kernel, variant, tmp_path)
+        for shape, setting in product(((2, 5, 720), (1, 3, 2500), (1, 40, 33)), ONE_GATE_A_ROW):
+            trial = cases.draw(shape, setting, dtype, "cpu")
+            for sums in (False, True) if name == "time_last_backward" else (False,):
+                case = trial.case(kernel.name, aligned=True, sums=sums)
+                if kernel.rules.accepts(variant, case.problem) is None:
+                    library.run(case.problem, case.tensors, seed=checked)
+                    assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+                    checked += 1
+    assert checked
 
 
 @pytest.mark.parametrize("access", ["aligned", "varlen"])

@@ -25,7 +25,6 @@ CPU = torch.device("cpu")
         "channel_last:1,11,100:bfloat16:sequences=90",
         "channel_last:1,11,100:bfloat16:sequences=300",
         "channel_last:2,11,100:float32:gates=channel",
-        "time_last:2,3,70:bfloat16:gates=channel",
     ],
 )
 def test_copies_take_the_bytes_that_are_told(
