@@ -15,7 +15,6 @@ ROUTED = (
         for shape in ("1,11,20001", "3,5,40001", "2,33,30001")
         for dtype in ("float32", "bfloat16")
     ),
-    "channel_last:3,1,60001:float16:gates=channel",
     "channel_last:1,10,40001:float32:gates=channel",
 )
 

@@ -332,13 +332,14 @@ def plan_backward(
         return by_reference
     others = {"states": model, "states_grad": states_grad}
     call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse)
-    broadcast = for_gates and gates.shape != model.shape
+    # Whether or not the gates' gradient is wanted, so that the others are the same to the bit.
+    broadcast = gates.shape != model.shape
     summing = _plan_sums(call, device, options.backend) if broadcast else None
     run = summing or runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
-    reduced = broadcast and summing is None
+    reduced = for_gates and broadcast and summing is None
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
 
     def plan(
@@ -348,7 +349,7 @@ def plan_backward(
         initial, entering = layout.entering(initial), layout.entering(last_grad)
         leaving = layout.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
-        if summing is not None:
+        if for_gates and summing is not None:
             gates_grad = layout.sums(call.problem.sum_pieces())
         elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
@@ -369,8 +370,7 @@ def plan_backward(
                 "offsets": cu_seqlens,
             }
         )
-        if summing is not None:
-            assert gates_grad is not None
+        if summing is not None and gates_grad is not None:
             gates_grad = _sum_to(gates, layout.total(gates_grad), dim, cu_seqlens)
         elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)

@@ -1,7 +1,6 @@
 """The derivatives of the gate, out = y·silu(z), of which kernels compute the forward pass alone.
 
-Both are computed in float32, or in float64 if the tensors are that, and rounded once. Operators of torch promote what they read and
-round what they write, so that few copies in float32 are made.
+Both are computed in float32, or in float64 if the tensors are that, and rounded once.
 """
 
 from __future__ import annotations
@@ -21,6 +20,6 @@ def gradient_of_ungated(out_grad: Tensor, z: Tensor) -> Tensor:
 
 def gradient_of_z(out_grad: Tensor, ungated: Tensor, z: Tensor) -> Tensor:
     """The gradient of z, without gaps. ``ungated`` is y."""
-    product = out_grad.to(reference.compute_dtype(z.dtype)) * ungated
-    gradient: Tensor = torch.ops.aten.silu_backward(product, z, grad_input=z.new_empty(z.shape))
-    return gradient
+    dtype = reference.compute_dtype(z.dtype)
+    gradient: Tensor = torch.ops.aten.silu_backward(out_grad.to(dtype) * ungated, z.to(dtype))
+    return z.new_empty(z.shape).copy_(gradient)

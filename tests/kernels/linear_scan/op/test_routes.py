@@ -68,7 +68,6 @@ SLOW = {
     "channel_last:1,2,841815:bfloat16": ("rows", 250),
     "channel_last:2,7,120965:float32:gates=channel": ("rows", 35),
     "channel_last:1,17,85711:bfloat16:sequences=199": ("padded", 230),
-    "channel_last:10,1,734755:bfloat16:gates=channel": ("gates", 240),
     "channel_last:1,10,274430:float32:gates=channel": ("padded, gates", 430),
 }
 FAST = (
