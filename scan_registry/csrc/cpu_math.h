@@ -34,6 +34,15 @@ INLINE Floats LEVEL(clamped)(Floats x, float low, float high) {
 #endif
 }
 
+INLINE Floats LEVEL(at_least)(float low, Floats x) {
+#if AVX2
+    return (Floats)_mm256_max_ps(_mm256_set1_ps(low), (__m256)x);
+#else
+    const Floats lowest = LEVEL(all)(low);
+    return LEVEL(select)(x < lowest, lowest, x);
+#endif
+}
+
 /* 2^(whole + part), part in [-0.5, 0.5]; shifted is whole + SHIFT, whose lowest bits are the
  * exponent's of 2^whole. The polynomial is exact at 0, so that what decays slowly has no bias. */
 #define SHIFT (0x1.8p23f + 127)
@@ -54,13 +63,26 @@ INLINE Floats LEVEL(exp2_of)(Floats x) {
     return LEVEL(power_of_2)(shifted, x - (shifted - SHIFT));
 }
 
-/* e^x; ln 2 in two parts, as x less its multiple is to be exact. */
-INLINE Floats LEVEL(exp_of)(Floats x) {
-    x = LEVEL(clamped)(x, -88.02969f, 88.72284f);
+/* e^x for x from -88.02969 to 88.72284. Of x / ln 2, what is left of it less the nearest integer is
+ * to be exact: in one rounding where there are fused operations, else from ln 2 in two parts. */
+INLINE Floats LEVEL(exp_within)(Floats x) {
+#if AVX2
+    const __m256 one = (__m256)x, factor = _mm256_set1_ps(0x1.715476p0f);
+    const Floats shifted = (Floats)_mm256_fmadd_ps(one, factor, _mm256_set1_ps(SHIFT));
+    const Floats whole = shifted - SHIFT;
+    const Floats part = (Floats)_mm256_fmsub_ps(one, factor, (__m256)whole);
+    return LEVEL(power_of_2)(shifted, x * 0x1.4ae0cp-26f + part);
+#else
     const Floats shifted = x * 1.442695f + SHIFT, whole = shifted - SHIFT;
     x = x - whole * 0x1.62e4p-1f;
     x = x - whole * 0x1.7f7d1cp-20f;
     return LEVEL(power_of_2)(shifted, x * 1.442695f);
+#endif
+}
+
+/* e^x, 0 below -88.02969 and infinity from 88.72284 on. */
+INLINE Floats LEVEL(exp_of)(Floats x) {
+    return LEVEL(exp_within)(LEVEL(clamped)(x, -88.02969f, 88.72284f));
 }
 
 /* e^x - 1 for x <= 0, without loss of digits near 0. */
@@ -76,6 +98,21 @@ INLINE Floats LEVEL(expm1_of)(Floats x) {
     sum = sum * part + 0.24022648f;
     sum = sum * part + 0.6931472f;
     return sum * part * power + (power - 1);
+}
+
+/* 1 - 2^-x for x >= 0, without loss of digits near 0; and 2^-x. */
+INLINE Floats LEVEL(decay_of)(Floats x, Floats *power) {
+    x = LEVEL(clamped)(-x, -127, 0);
+    const Floats shifted = x + SHIFT, part = x - (shifted - SHIFT);
+    const Floats whole = (Floats)((Ints)shifted << 23);
+    Floats sum = 1.5353362e-4f * part + 1.3398874e-3f;
+    sum = sum * part + 9.618437e-3f;
+    sum = sum * part + 5.5503324e-2f;
+    sum = sum * part + 0.24022648f;
+    sum = sum * part + 0.6931472f;
+    sum = sum * part;
+    *power = sum * whole + whole;
+    return (1 - whole) - sum * whole;
 }
 
 INLINE Floats LEVEL(tanh_of)(Floats x) {

@@ -1,5 +1,5 @@
-"""How a gated scan runs, forward and backward: by a kernel, or composed of torch's operators. Arguments are as ``normalised``
-makes them.
+"""How a gated scan runs, forward and backward: by a kernel, by compiled code for the CPU, or composed of torch's operators.
+Arguments are as ``normalised`` makes them.
 
 Autograd records nothing here: ``gated_scan_derivatives`` calls both passes with derivatives switched off. The kernel for calls
 that agree in shapes, strides and dtypes is selected once, and kept in a plan.
@@ -16,7 +16,7 @@ from torch import Tensor
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
-from scan_registry.kernels.gated_scan.op import composed
+from scan_registry.kernels.gated_scan.op import composed, cpu
 from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
 from scan_registry.kernels.gated_scan.op.problems import (
     KernelCall,
@@ -136,6 +136,8 @@ def make_forward(*args: Any) -> Plan:
 
     if is_linear(arguments, options):
         return _forward_of_linear(arguments, options)
+    if not on_gpu(arguments.inputs[0]) and cpu.takes(arguments, options):
+        return cpu.plan_forward(arguments, options)
     if _in_torch(arguments, options):
         return in_torch
     plan = plan_forward(arguments, options, addresses_of(flat))
@@ -242,6 +244,8 @@ def make_backward(*args: Any) -> Plan:
 
     if is_linear(arguments, options):
         return _backward_of_linear(options, wanted)
+    if not on_gpu(arguments.inputs[0]) and cpu.takes(arguments, options):
+        return cpu.plan_backward(arguments, states, states_grad, options, wanted)
     if _in_torch(arguments, options):
         return in_torch
     plan = plan_backward(
