@@ -31,7 +31,7 @@ enum { KINDS = sizeof kinds_portable / sizeof *kinds_portable };
  * is cut into, at most, where parameters have gradients. */
 enum { THREAD_ELEMENTS = 32768, TASKS = 4, PARTS = 16 };
 /* Channels of a task and steps at a time, where channels have unit stride, and where not. */
-enum { WIDE = 512, WIDE_STEPS = 8, NARROW = 8, NARROW_STEPS = 256 };
+enum { WIDE = 512, WIDE_STEPS = 128, NARROW = 8, NARROW_STEPS = 256 };
 
 /* --- Cutting ---------------------------------------------------------------------------------- */
 

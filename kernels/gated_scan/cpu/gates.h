@@ -49,9 +49,9 @@ INLINE void LEVEL(put_next)(Rows *rows, Floats row) {
 }
 #undef HIDDEN_ADDRESS
 
-/* e^-x, at most e^87. */
+/* e^-x, at most e^88.3, which is finite. */
 INLINE Floats LEVEL(exp_neg)(Floats x) {
-    return LEVEL(exp_within)(LEVEL(clamped)(-x, -88.02969f, 87));
+    return LEVEL(exp_within)(LEVEL(clamped)(-x, -88.02969f, 88.3f));
 }
 
 /* e^-|x| */
