@@ -15,7 +15,7 @@ class BuildExtensions(build_ext):  # type: ignore[misc]  # setuptools has no typ
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        headers = _files("scan_registry/csrc/*.h", "kernels/*/cpu/*.h")
+        headers = _files("scan_registry/csrc/*.h", "kernels/*/cpu/*.h", "kernels/*/cpu/*/*.h")
         for extension in self.extensions:
             extension.depends = [*extension.depends, *headers]
             if extension.name == FAMILIES:

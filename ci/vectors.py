@@ -26,6 +26,7 @@ WANTED: Mapping[str, tuple[int, str]] = {
     f"(add|fold)_{_TYPES}_portable": (8, r"fadd\.(4s|2d)"),
     "(forward|convolve)(_task)?_portable": (3, _MULTIPLY_ADD),
     "backward_task_portable": (3, _MULTIPLY_ADD),
+    "(forward|backward)_(hgrn|min_gru|min_lstm|rg_lru)_portable": (8, _MULTIPLY_ADD),
     "multiply_portable": (1, _MULTIPLY_ADD),
     "widen_float16_portable": (1, r"fcvtl2?\.4s"),
     "narrow_float16_portable": (1, r"fcvtn2?\.(4h|8h)"),

@@ -1,7 +1,8 @@
 """``gated_scan`` composed of torch's operators, which compute gates and tokens, and of ``linear_scan``.
 
-This runs where the family's own kernels cannot: on the CPU, on GPUs that none of them fits, for float64, with
-``backend="triton"``, and for derivatives of derivatives, forward mode and ``torch.func``.
+This runs where neither the family's own kernels nor its compiled code for the CPU can: on GPUs that no kernel fits, on the CPU for
+kinds without a header in C, for float64, with ``backend="triton"``, and for derivatives of derivatives, forward mode and
+``torch.func``.
 If no derivatives are recorded, the tensors are computed piece by piece: a piece is some channels of some batches. Gates and
 tokens of a piece stay in the caches of a CPU, and take little memory.
 """

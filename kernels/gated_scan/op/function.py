@@ -102,8 +102,8 @@ def gated_scan(
         The states, in the shape and dtype of the sequences, and if asked for the final state in float32, or float64 with
         sequences of float64. Gates, tokens and states are computed in float32, or in float64, under autocast
         as well. Differentiable in all tensors but ``reset`` and ``cu_seqlens``, any number of times, in forward and in
-        reverse mode; for a backward pass only inputs and states are kept. Where no kernel fits, gates and tokens are
-        computed by torch's operators and the rest by ``linear_scan``.
+        reverse mode; for a backward pass only inputs and states are kept. Where no kernel fits, and on the CPU in
+        float64, gates and tokens are computed by torch's operators and the rest by ``linear_scan``.
 
     Raises:
         TypeError: there are too many tensors or too few, an argument is not a tensor, or a dtype is not supported or
