@@ -34,12 +34,21 @@ INLINE Floats LEVEL(clamped)(Floats x, float low, float high) {
 #endif
 }
 
-INLINE Floats LEVEL(at_least)(float low, Floats x) {
+/* The larger of two; the second one if one of them is NaN. */
+INLINE Floats LEVEL(larger_of)(Floats a, Floats b) {
 #if AVX2
-    return (Floats)_mm256_max_ps(_mm256_set1_ps(low), (__m256)x);
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
 #else
-    const Floats lowest = LEVEL(all)(low);
-    return LEVEL(select)(x < lowest, lowest, x);
+    return LEVEL(select)(a > b, a, b);
+#endif
+}
+
+/* The smaller of two; likewise. */
+INLINE Floats LEVEL(smaller_of)(Floats a, Floats b) {
+#if AVX2
+    return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return LEVEL(select)(a < b, a, b);
 #endif
 }
 
@@ -63,18 +72,19 @@ INLINE Floats LEVEL(exp2_of)(Floats x) {
     return LEVEL(power_of_2)(shifted, x - (shifted - SHIFT));
 }
 
-/* e^x for x from -88.02969 to 88.72284. Of x / ln 2, what is left of it less the nearest integer is
- * to be exact: in one rounding where there are fused operations, else from ln 2 in two parts. */
-INLINE Floats LEVEL(exp_within)(Floats x) {
+/* e^(sign * x), sign 1 or -1, for sign * x from -88.02969 to 88.72284. Of x / ln 2, what is left of
+ * it less the nearest integer is to be exact: in one rounding where there are fused operations, else
+ * from ln 2 in two parts. */
+INLINE Floats LEVEL(exp_within)(float sign, Floats x) {
 #if AVX2
-    const __m256 one = (__m256)x, factor = _mm256_set1_ps(0x1.715476p0f);
-    const Floats shifted = (Floats)_mm256_fmadd_ps(one, factor, _mm256_set1_ps(SHIFT));
+    const __m256 exponent = (__m256)x, factor = _mm256_set1_ps(sign * 0x1.715476p0f);
+    const Floats shifted = (Floats)_mm256_fmadd_ps(exponent, factor, _mm256_set1_ps(SHIFT));
     const Floats whole = shifted - SHIFT;
-    const Floats part = (Floats)_mm256_fmsub_ps(one, factor, (__m256)whole);
-    return LEVEL(power_of_2)(shifted, x * 0x1.4ae0cp-26f + part);
+    const Floats part = (Floats)_mm256_fmsub_ps(exponent, factor, (__m256)whole);
+    return LEVEL(power_of_2)(shifted, x * (sign * 0x1.4ae0cp-26f) + part);
 #else
-    const Floats shifted = x * 1.442695f + SHIFT, whole = shifted - SHIFT;
-    x = x - whole * 0x1.62e4p-1f;
+    const Floats shifted = x * (sign * 1.442695f) + SHIFT, whole = shifted - SHIFT;
+    x = sign * x - whole * 0x1.62e4p-1f;
     x = x - whole * 0x1.7f7d1cp-20f;
     return LEVEL(power_of_2)(shifted, x * 1.442695f);
 #endif
@@ -82,7 +92,7 @@ INLINE Floats LEVEL(exp_within)(Floats x) {
 
 /* e^x, 0 below -88.02969 and infinity from 88.72284 on. */
 INLINE Floats LEVEL(exp_of)(Floats x) {
-    return LEVEL(exp_within)(LEVEL(clamped)(x, -88.02969f, 88.72284f));
+    return LEVEL(exp_within)(1, LEVEL(clamped)(x, -88.02969f, 88.72284f));
 }
 
 /* e^x - 1 for x <= 0, without loss of digits near 0. */
@@ -102,17 +112,18 @@ INLINE Floats LEVEL(expm1_of)(Floats x) {
 
 /* 1 - 2^-x for x >= 0, without loss of digits near 0; and 2^-x. */
 INLINE Floats LEVEL(decay_of)(Floats x, Floats *power) {
-    x = LEVEL(clamped)(-x, -127, 0);
-    const Floats shifted = x + SHIFT, part = x - (shifted - SHIFT);
+    x = LEVEL(smaller_of)(LEVEL(all)(127), x);
+    const Floats shifted = SHIFT - x, part = x + (shifted - SHIFT);
     const Floats whole = (Floats)((Ints)shifted << 23);
-    Floats sum = 1.5353362e-4f * part + 1.3398874e-3f;
-    sum = sum * part + 9.618437e-3f;
-    sum = sum * part + 5.5503324e-2f;
-    sum = sum * part + 0.24022648f;
-    sum = sum * part + 0.6931472f;
-    sum = sum * part;
-    *power = sum * whole + whole;
-    return (1 - whole) - sum * whole;
+    /* 1 - 2^-part, by the polynomial of power_of_2. */
+    Floats lost = 1.3398874e-3f - 1.5353362e-4f * part;
+    lost = 9.618437e-3f - lost * part;
+    lost = 5.5503324e-2f - lost * part;
+    lost = 0.24022648f - lost * part;
+    lost = 0.6931472f - lost * part;
+    lost = lost * part;
+    *power = whole - lost * whole;
+    return lost * whole + (1 - whole);
 }
 
 INLINE Floats LEVEL(tanh_of)(Floats x) {

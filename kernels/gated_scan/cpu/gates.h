@@ -51,12 +51,13 @@ INLINE void LEVEL(put_next)(Rows *rows, Floats row) {
 
 /* e^-x, at most e^88.3, which is finite. */
 INLINE Floats LEVEL(exp_neg)(Floats x) {
-    return LEVEL(exp_within)(LEVEL(clamped)(-x, -88.02969f, 88.3f));
+    return LEVEL(exp_within)(-1, LEVEL(clamped)(x, -88.3f, 88.02969f));
 }
 
 /* e^-|x| */
 INLINE Floats LEVEL(exp_neg_abs)(Floats x) {
-    return LEVEL(exp_within)(LEVEL(at_least)(-88.02969f, (Floats)((Ints)x | INT32_MIN)));
+    const Floats size = (Floats)((Ints)x & INT32_MAX);
+    return LEVEL(exp_within)(-1, LEVEL(smaller_of)(LEVEL(all)(88.02969f), size));
 }
 
 /* Two numbers whose sum is 1, from the smaller one. The larger is 1 less the smaller, so that a

@@ -14,12 +14,12 @@ typedef struct {
 INLINE KIND(Values) KIND(values)(const Given *given) {
     const float LOW = -20;
     const Floats forget = given->input[0], input = given->input[1], hidden = given->input[2];
-    const Floats zero = {0}, most = LEVEL(select)(forget > input, forget, input);
-    const Floats more = LEVEL(select)(most < LOW, LOW - most, zero);
+    const Floats most = LEVEL(larger_of)(forget, input);
+    const Floats more = LEVEL(larger_of)(LOW - most, LEVEL(all)(0));
     const Floats of_forget = LEVEL(exp_neg)(forget + more), taken = 1 + of_forget;
     const Floats of_input = LEVEL(exp_neg)(input + more), kept = 1 + of_input;
-    const Ints keeps = kept >= taken;
-    const Shares of = LEVEL(shares)(keeps, LEVEL(select)(keeps, taken, kept) / (kept + taken));
+    const Floats smaller = LEVEL(smaller_of)(kept, taken);
+    const Shares of = LEVEL(shares)(kept >= taken, smaller / (kept + taken));
     return (KIND(Values)){of.up, of.down, given->option ? hidden : LEVEL(positive)(hidden),
                           of_forget, of_input};
 }
