@@ -72,9 +72,9 @@ INLINE Floats LEVEL(exp2_of)(Floats x) {
     return LEVEL(power_of_2)(shifted, x - (shifted - SHIFT));
 }
 
-/* e^(sign * x), sign 1 or -1, for sign * x from -88.02969 to 88.72284. Of x / ln 2, what is left of
- * it less the nearest integer is to be exact: in one rounding where there are fused operations, else
- * from ln 2 in two parts. */
+/* e^(sign * x), sign 1 or -1, for sign * x from -88.02969 to 88.72284. x / ln 2 less the
+ * nearest integer is to be exact: in one rounding where there are fused operations, else from ln 2
+ * in two parts. */
 INLINE Floats LEVEL(exp_within)(float sign, Floats x) {
 #if AVX2
     const __m256 exponent = (__m256)x, factor = _mm256_set1_ps(sign * 0x1.715476p0f);

@@ -5,7 +5,7 @@
  * state. A thread takes a group of channels of one batch through time, some steps of LANES channels
  * at a time. Where neighbouring channels of float32 lie side by side, it reads and writes memory
  * itself, else panels that fit in the cache. Backward, gates and tokens are computed again. Bytes
- * moved are those of the tensors, once. How work is shared out does not change a bit of the results.
+ * moved are those of the tensors, once. How work is shared out changes no bit of the results.
  *
  *   gated_scan.c      arguments, and how a problem is cut into tasks
  *   problem.h         a problem as numbers

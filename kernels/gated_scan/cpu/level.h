@@ -10,12 +10,12 @@
 #include "kinds/min_lstm.h"
 #include "kinds/rg_lru.h"
 
-#define KIND(name, prepare) \
-    {#name,                 \
-     LEVEL(INPUTS_##name),  \
-     LEVEL(PARAMETERS_##name), \
-     LEVEL(forward_##name), \
-     LEVEL(backward_##name), \
+#define KIND(name, prepare)      \
+    {#name,                      \
+     LEVEL(INPUTS_##name),       \
+     LEVEL(PARAMETERS_##name),   \
+     LEVEL(forward_##name),      \
+     LEVEL(backward_##name),     \
      prepare}
 
 static const Kind LEVEL(kinds)[] = {

@@ -50,10 +50,10 @@ typedef struct {
 typedef struct {
     int64_t steps;
     Rows input[MOST_INPUTS];
-    Rows states;            /* backward: each step's state before */
+    Rows states;             /* backward: those before each step */
     Rows states_grad, grad[MOST_INPUTS];
-    Rows reset;             /* a byte each; null: none */
-    float *state, *gate;    /* carried: the state; or the adjoint and the gate that it passes next */
+    Rows reset;              /* a byte each; null: none */
+    float *state, *gate;     /* carried: the state; or the adjoint, and the gate that it passes */
     const float *parameters; /* (P, LANES), as the kind prepares them */
     float *sums;             /* (P, LANES): gradients of the prepared parameters are added */
 } Steps;

@@ -28,7 +28,7 @@ INLINE void KIND(forward_steps)(Steps s, int option, int resets) {
 }
 
 /* adjoint = gate * adjoint + states_grad[t], the gate being that of the step before. The gate is
- * carried, rather than the product, so that a step's rounding depends on nothing but its sequence. */
+ * carried, rather than the product: a step then rounds the same wherever pieces of time end. */
 INLINE void KIND(backward_steps)(Steps s, int option, int resets) {
     const Floats zero = {0};
     Floats a = LEVEL(load)(s.state), gate = LEVEL(load)(s.gate), sum[MOST_PARAMETERS] = {zero};

@@ -27,24 +27,24 @@ INLINE Rows LEVEL(in_order)(const Scan *scan, Rows rows, int64_t steps) {
 
 /* The rows of so many steps from t on: of memory itself, or of the panel, filled from there. */
 TARGET static Rows LEVEL(input)(const Scan *scan, const View *view, int64_t t, int64_t steps,
-                                int64_t lanes, float *panel, float *room) {
+                                int64_t lanes, float *panel, float *buffer) {
     if (steps == 0) return (Rows){(char *)panel, 0};
     const int64_t earliest = LEVEL(earliest)(scan, t, steps);
     Rows rows = {(char *)panel, VECTOR};
     if (LEVEL(is_panel)(view, lanes))
         rows = (Rows){offset(view->at, earliest, view->time), view->time};
     else
-        LEVEL(fetch)(view, earliest, steps, lanes, panel, room);
+        LEVEL(fetch)(view, earliest, steps, lanes, panel, buffer);
     return LEVEL(in_order)(scan, rows, steps);
 }
 
 /* The same where nothing is written to the panel: steps that are alike share one row. Zeros if the
  * tensor is not there. */
 TARGET static Rows LEVEL(shared_input)(const Scan *scan, const View *view, int64_t t, int64_t steps,
-                                       int64_t lanes, float *panel, float *room) {
+                                       int64_t lanes, float *panel, float *buffer) {
     if (!view->at) memset(panel, 0, VECTOR);
-    if (view->at && view->time) return LEVEL(input)(scan, view, t, steps, lanes, panel, room);
-    if (view->at) LEVEL(fetch)(view, 0, 1, lanes, panel, room);
+    if (view->at && view->time) return LEVEL(input)(scan, view, t, steps, lanes, panel, buffer);
+    if (view->at) LEVEL(fetch)(view, 0, 1, lanes, panel, buffer);
     return (Rows){(char *)panel, 0};
 }
 
@@ -60,9 +60,9 @@ TARGET static Rows LEVEL(output)(const Scan *scan, const View *view, int64_t t, 
 
 /* Then, if the rows are not memory itself, put them there. */
 TARGET static void LEVEL(finish)(const Scan *scan, const View *view, int64_t t, int64_t steps,
-                                 int64_t lanes, const float *panel, float *room) {
+                                 int64_t lanes, const float *panel, float *buffer) {
     if (view->at && !LEVEL(is_panel)(view, lanes))
-        LEVEL(put)(view, LEVEL(earliest)(scan, t, steps), steps, lanes, panel, room);
+        LEVEL(put)(view, LEVEL(earliest)(scan, t, steps), steps, lanes, panel, buffer);
 }
 
 /* Where a state of a sequence is. */
@@ -92,7 +92,7 @@ typedef struct {
     const Scan *scan;
     const Kind *kind;
     Part part;
-    float *panel[MOST_INPUTS], *room, *states_panel, *grad_panel;
+    float *panel[MOST_INPUTS], *buffer, *states_panel, *grad_panel;
     float *state, *gate, *parameters, *slopes;
     double *sums;
 } LEVEL(Task);
@@ -104,7 +104,7 @@ TARGET static Task LEVEL(task_of)(const Scan *scan, int64_t task, char *scratch)
     const int64_t panel = scan->steps * LANES, row = scan->width + LANES;
     Task of = {.scan = scan, .kind = kind, .part = part_of(scan, task)};
     for (int n = 0; n < MOST_INPUTS; n++) of.panel[n] = take(&scratch, panel);
-    of.room = take(&scratch, panel);
+    of.buffer = take(&scratch, panel);
     of.states_panel = take(&scratch, panel), of.grad_panel = take(&scratch, panel);
     of.state = take(&scratch, row), of.gate = take(&scratch, row);
     of.parameters = take(&scratch, kind->parameters * row);
@@ -138,7 +138,7 @@ TARGET static Steps LEVEL(fetch_inputs)(const Task *task, int64_t d, int64_t t, 
     for (int n = 0; n < task->kind->inputs; n++) {
         const View view = LEVEL(view)(scan, INPUT + n, task->part.batch, d);
         const int64_t lanes = smaller(LANES, task->part.last_channel - d);
-        all.input[n] = LEVEL(input)(scan, &view, t, steps, lanes, task->panel[n], task->room);
+        all.input[n] = LEVEL(input)(scan, &view, t, steps, lanes, task->panel[n], task->buffer);
     }
     return all;
 }
@@ -162,7 +162,7 @@ TARGET static void LEVEL(forward_block)(const Task *task, int64_t d, int64_t s, 
         if (begin + t + run == offsets[s + 1])
             LEVEL(store_state)(scan, &final, s, lanes, all.state);
     }
-    LEVEL(finish)(scan, &states, begin, steps, lanes, task->panel[0], task->room);
+    LEVEL(finish)(scan, &states, begin, steps, lanes, task->panel[0], task->buffer);
 }
 
 /* The runs of a block that lie in one sequence each. The state before that at step t is at t + 1,
@@ -208,16 +208,16 @@ TARGET static void LEVEL(backward_block)(const Task *task, int64_t d, int64_t s,
     Steps all = LEVEL(fetch_inputs)(task, d, begin, steps);
     all.sums = sums;
     all.states =
-        LEVEL(input)(scan, &states, begin + 1, known, lanes, task->states_panel, task->room);
+        LEVEL(input)(scan, &states, begin + 1, known, lanes, task->states_panel, task->buffer);
     all.states_grad =
-        LEVEL(shared_input)(scan, &grads, begin, steps, lanes, task->grad_panel, task->room);
+        LEVEL(shared_input)(scan, &grads, begin, steps, lanes, task->grad_panel, task->buffer);
     for (int n = 0; n < inputs; n++) {
         grad[n] = LEVEL(view)(scan, INPUT_GRAD + n, batch, d);
         all.grad[n] = LEVEL(output)(scan, &grad[n], begin, steps, lanes, task->panel[n]);
     }
     LEVEL(backward_runs)(task, &all, d, s, begin);
     for (int n = 0; n < inputs; n++)
-        LEVEL(finish)(scan, &grad[n], begin, steps, lanes, task->panel[n], task->room);
+        LEVEL(finish)(scan, &grad[n], begin, steps, lanes, task->panel[n], task->buffer);
     double *of_task = task->sums + (d - task->part.first_channel) * parameters;
     for (int i = 0; i < parameters * LANES; i++) of_task[i] += (double)sums[i];
 }

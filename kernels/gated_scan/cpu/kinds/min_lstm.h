@@ -7,7 +7,7 @@
 enum { KIND(INPUTS) = 3, KIND(PARAMETERS) = 0, KIND(OPTIONS) = 1 };
 
 typedef struct {
-    Floats kept, taken, value;      /* f, i and g(hidden) */
+    Floats kept, taken, value;  /* f, i and g(hidden) */
     Floats of_forget, of_input; /* e^-forget and e^-input, or s(-forget) and s(-input) are 1 */
 } KIND(Values);
 

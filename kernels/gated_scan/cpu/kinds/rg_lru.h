@@ -9,7 +9,7 @@ enum { KIND(INPUTS) = 3, KIND(PARAMETERS) = 1, KIND(OPTIONS) = 0 };
 
 typedef struct {
     Floats a, token;
-    Floats scale, root;  /* the root, and what it is replaced by: 1 at a reset */
+    Floats scale, root; /* the root, and what it is replaced by: 1 at a reset */
     Floats m;
     Shares r, taken; /* the sigmoids of each gate and of its negative */
 } KIND(Values);
@@ -47,7 +47,8 @@ INLINE Gradients KIND(gradients)(const Given *given, const KIND(Values) *of, Flo
     const Floats of_a = to_scale * x * slope * of->a - gate_grad;
     const Floats to_m = of->a * LEVEL(select)(given->reset, zero, of_a);
     const Floats to_x = to_scale * of->scale;
-    return (Gradients){{to_x, to_m * (of->m * of->r.down * 0.6931471806f), to_x * (x * of->taken.down)},
+    return (Gradients){{to_x, to_m * (of->m * of->r.down * 0.6931471806f),
+                        to_x * (x * of->taken.down)},
                        {to_m * of->r.up}};
 }
 
