@@ -11,11 +11,10 @@ beside it, that path has scan_registry's convolution. Neither is seen by the oth
 
 Small models, randomly initialised, compute (8, 512) tokens, those on Mamba-2's scan (2, 512), as their own code takes much
 memory: milliseconds of the first training step (forward, backward and AdamW's update; torch has loaded its own kernels in a step
-of another model), of a later one, of a forward pass, and of a token that is generated, for one sequence and for 64 (8 on
-Mamba-2). All paths
-start from the same weights. On scan_registry the losses and the first gradients have to agree with transformers' own path, and
-on a GPU nothing may be compiled: a kernel that no wheel holds is an error, unless ``--require`` allows it. Needs transformers
-5.16 or later.
+of another model), of a later one, of a forward pass, and of a token that is generated, for one sequence and for 64, or 8 on
+Mamba-2's scan. All paths start from the same weights. On scan_registry the losses and the first gradients have to agree with
+transformers' own path, and on a GPU nothing may be compiled: a kernel that no wheel holds is an error, unless ``--require``
+allows it. Needs transformers 5.16 or later.
 """
 
 from __future__ import annotations
@@ -262,30 +261,32 @@ class Trained:
 def measure(
     paths: list[str], options: Any
 ) -> tuple[dict[str, dict[str, float]], dict[str, Trained]]:
-    """Times by what is timed and by path, and the models."""
+    """Times by what is timed and by path, which are printed as they come, and the models."""
     ids = torch.randint(
         1, options.size[2], options.shape, generator=torch.Generator().manual_seed(1)
     )
     ids, by_path = ids.to(options.device), modules(options.model, paths)
     Trained(OWN, by_path[OWN], options).train(ids)
     models = {path: Trained(path, module, options) for path, module in by_path.items()}
-    runs = {
-        "first training step": {
-            path: milliseconds(partial(model.train, ids)) for path, model in models.items()
-        }
-    }
+    runs: dict[str, dict[str, float]] = {}
+
+    def tell(what: str, times: Mapping[str, float], count: int = 1) -> None:
+        runs[what] = {path: ms / count for path, ms in times.items()}
+        words = ", ".join(f"{path} {ms:.2f} ms" for path, ms in runs[what].items())
+        print(f"{what}: {words}", flush=True)
 
     def timed(what: str, call: Callable[[Trained], object], count: int = 1) -> None:
         calls = {path: partial(call, model) for path, model in models.items()}
-        times = interleaved(calls, options.repeats)
-        runs[what] = {path: ms / count for path, ms in times.items()}
+        tell(what, interleaved(calls, options.repeats), count)
 
+    first = {path: milliseconds(partial(model.train, ids)) for path, model in models.items()}
+    tell("first training step", first)
+    timed("training step", lambda model: model.train(ids))
     timed("forward pass", lambda model: model.forward(ids))
     # transformers' own scan of Mamba-2 takes some 2 GB for each sequence of a prompt.
     for batch in (1, 8 if options.model in SECOND else 64):
         generate = partial(Trained.generate, ids=ids, batch=batch, count=32)
         timed(f"generated token, batch {batch}", generate, 32)
-    timed("training step", lambda model: model.train(ids))
     return runs, models
 
 
@@ -360,8 +361,6 @@ def main() -> int:
             runs, models = measure(paths, options)
         finally:
             compat.uninstall()
-    for what, times in runs.items():
-        print(f"{what}: " + ", ".join(f"{path} {ms:.2f} ms" for path, ms in times.items()))
     for path in paths[1:]:
         loss, gradient = apart(models[OWN], models[path])
         steps = f"losses of {len(models[path].losses)} training steps at most {loss:.1e}"
