@@ -159,7 +159,7 @@ def _plan_summary(
         return copied
     call = make_summary_call(gates, tokens, options.dim, options.reverse)
     run = plans.runner(call.problem, tokens.device, options.backend)
-    if not callable(run) or call.copied or not in_order or not aligned:
+    if not callable(run) or call.copied or call.gates_shape or not in_order or not aligned:
         return copied
     launch = run
 

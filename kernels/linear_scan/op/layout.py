@@ -32,10 +32,14 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first."""
+    """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first.
+
+    gates_shape  what gates are cut down and written out to first: see ``problems.shape_for_channels``; None: nothing
+    """
 
     problem: LinearScanProblem
     copied: tuple[str, ...]
+    gates_shape: tuple[int, ...] | None = None
 
     def alternatives(self, backend: Backend) -> tuple[tuple[LinearScanProblem, Backend], ...]:
         """The problem alone."""

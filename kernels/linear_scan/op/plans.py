@@ -24,6 +24,7 @@ from scan_registry.kernels.linear_scan.op.copies import on_copies
 from scan_registry.kernels.linear_scan.op.layout import KernelCall
 from scan_registry.kernels.linear_scan.op.problems import (
     StateLayout,
+    for_channels,
     make_kernel_call,
     make_reduction_call,
     make_summary_call,
@@ -176,6 +177,7 @@ def plan_forward(
         states = torch.empty_like(tokens)
         entering = layout.entering(initial)
         final_state = layout.leaving(entering) if final else None
+        gates = for_channels(gates, tokens, call.gates_shape)
         inputs = {"gates": gates, "tokens": tokens}
         if call.copied:
             inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
@@ -201,7 +203,11 @@ def plan_launch(
     how = cu_seqlens, options.dim, options.reverse
     call = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
     layout = StateLayout.of(tokens, options.dim, cu_seqlens)
-    if call.copied or not (initial_state is None or layout.holds(initial_state)):
+    if (
+        call.copied
+        or call.gates_shape
+        or not (initial_state is None or layout.holds(initial_state))
+    ):
         return None
     if options.final and cu_seqlens is not None:
         return None  # Python first copies initial states, which are the final ones of sequences without steps
@@ -260,6 +266,7 @@ def _plan_summary(gates: Tensor, tokens: Tensor, options: Options) -> Callable[.
 
     def plan(gates: Tensor, tokens: Tensor) -> Any:
         final_gate, final_state = layout.empty(), layout.empty()
+        gates = for_channels(gates, tokens, call.gates_shape)
         inputs = {"gates": gates, "tokens": tokens}
         if call.copied:
             inputs = _copied({**inputs, "gates": gates.expand(tokens.shape)}, call.copied, tokens)
@@ -355,9 +362,10 @@ def plan_backward(
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
         if for_tokens or reduce is not None:
             tokens_grad = torch.empty_like(model)
-        inputs = {"gates": gates, "states": model, "states_grad": grad}
+        read = for_channels(gates, model, call.gates_shape)
+        inputs = {"gates": read, "states": model, "states_grad": grad}
         if call.copied:
-            inputs = _copied({**inputs, "gates": gates.expand(model.shape)}, call.copied, model)
+            inputs = _copied({**inputs, "gates": read.expand(model.shape)}, call.copied, model)
         run(
             {
                 **inputs,

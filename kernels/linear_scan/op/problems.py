@@ -136,6 +136,9 @@ def make_kernel_call(
     model = next(iter(others.values()))
     dim %= model.dim()
     broadcast = gates if gates.shape == model.shape else gates.expand(model.shape)
+    gates_shape = shape_for_channels(broadcast, model, dim)
+    if gates_shape is not None:
+        broadcast = torch.empty(gates_shape, device="meta").expand(model.shape)
     inputs = {"gates": broadcast, **others}
     dense = as_new(model)
     arranged, copied = arrange_with_copies(
@@ -146,10 +149,31 @@ def make_kernel_call(
         states=[state_strides(dense, dim, cu_seqlens)],
     )
     kept = [tensor for tensor, copy in zip(inputs.values(), copied, strict=True) if not copy]
+    if gates_shape is not None and not copied[0]:
+        kept = kept[1:]
     problem = _problem(direction, arranged, model, gates, kept, cu_seqlens, reverse)
-    return KernelCall(
-        problem, tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
-    )
+    names = tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
+    return KernelCall(problem, names, gates_shape)
+
+
+def shape_for_channels(gates: Tensor, model: Tensor, dim: int) -> tuple[int, ...] | None:
+    """Of gates, expanded to the shape of ``model``, that are the same for all times and for all contiguous channels: the
+    shape with one for each channel, as kernels read them, and one wherever else they are the same. None for other gates."""
+    if model.is_cpu or gates.dtype != model.dtype or model.shape[dim] == 1:
+        return None
+    sizes = zip(model.shape, model.stride(), gates.stride(), strict=True)
+    channels = [d for d, (size, step, _) in enumerate(sizes) if step == 1 and size > 1]
+    if not channels or channels[0] == dim or gates.stride(dim) or gates.stride(channels[0]):
+        return None
+    pairs = enumerate(zip(model.shape, gates.stride(), strict=True))
+    return tuple(size if step or d == channels[0] else 1 for d, (size, step) in pairs)
+
+
+def for_channels(gates: Tensor, model: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """Gates in the shape that ``shape_for_channels`` gave for them."""
+    if shape is None:
+        return gates
+    return gates.expand(model.shape)[tuple(map(slice, shape))].contiguous()
 
 
 def make_summary_call(gates: Tensor, tokens: Tensor, dim: int, reverse: bool) -> KernelCall:

@@ -218,6 +218,37 @@ def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
     assert checked
 
 
+@pytest.mark.parametrize(
+    ("name", "pins"),
+    [
+        ("time_last_backward", {"lanes": 16, "pieces": 2}),
+        ("time_last_backward", {"prefix_lead": 2}),
+        ("channel_last_backward", {"lanes_across": 16}),
+    ],
+    ids=str,
+)
+def test_one_gate_may_have_a_gradient_for_each_step(
+    name: str, pins: dict[str, int], cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """As where it was expanded along time before the call."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(name, "cuda")
+    variant = like(kernel, {"dtype": "float32", "access": "aligned", **pins})
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    trial = cases.draw(
+        (2, 16, 720), cases.Setting(states=True, broadcast=("time",)), "float32", "cpu"
+    )
+    case = trial.case(name, aligned=True)
+    states, initial = (cases.wide(trial.inputs[of]) for of in ("states", "initial_state"))
+    before = torch.cat([initial[..., None], states[..., :-1]], -1)
+    expected = trial.expected["tokens_grad"] * before
+    case.tensors["gates_grad"] = torch.full_like(case.tensors["tokens_grad"], torch.nan)
+    assert kernel.rules.accepts(variant, case.problem) is None
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE["float32"]
+    assert cases.relative_error(case.tensors["gates_grad"], expected) <= cases.TOLERANCE["float32"]
+
+
 @pytest.mark.parametrize("access", ["aligned", "varlen"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_walk_sums_the_gradient_of_one_gate(
