@@ -15,7 +15,7 @@ from scan_registry.dispatch.select import Backend, Candidate, Decision, System, 
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
-from scan_registry.kernels.model import Variant
+from scan_registry.kernels.model import Kernel, Variant
 from scan_registry.kernels.tuning import Tuning
 
 Factory = Callable[..., Archive]
@@ -104,3 +104,8 @@ def told(decision: Decision, subject: str) -> str:
 def plain(variant: Variant) -> bool:
     """Whether it is for aligned problems in float32."""
     return (variant.text("dtype"), variant.text("access")) == ("float32", "aligned")
+
+
+def like(kernel: Kernel, pins: dict[str, Any]) -> Variant:
+    """The first of the kernel's variants that has these static parameters."""
+    return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())

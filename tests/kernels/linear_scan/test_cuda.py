@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
 SHAPES = ((2, 16, 1), (2, 33, 130), (1, 24, 1024), (3, 16, 208), (2, 5, 600))
@@ -111,11 +112,6 @@ def streamed() -> Iterator[Variant]:
             yield Variant(FAMILY.name, kernel.name, "cuda", tuple(fit.items()))
 
 
-def like(kernel: Kernel, pins: dict[str, Any]) -> Variant:
-    """The first of the kernel's variants that has these static parameters."""
-    return next(v for v in kernel.every if pins.items() <= dict(v.statics).items())
-
-
 @cache
 def short(dtype: str) -> tuple[cases.Trial, ...]:
     """What every variant is given, solved once: a launch has copies of the sequences."""
@@ -179,95 +175,6 @@ def test_blocks_keep_the_states_of_columns(
     for case in accepted:
         library.run(case.problem, case.tensors, seed=batch)
         assert case.error() <= cases.TOLERANCE[dtype]
-
-
-ONE_GATE_A_ROW = (
-    cases.Setting(states=True, broadcast=("time",)),
-    cases.Setting(reverse=True, broadcast=("batch", "channel", "time")),
-)
-ONE_GATE = (
-    cases.Setting(states=True, broadcast=("time",)),
-    cases.Setting(reverse=True, broadcast=("batch", "time")),
-    cases.Setting(states=True, packed=True, broadcast=("time",)),
-)
-
-
-@pytest.mark.parametrize(
-    "tile", [{"lanes": 4}, {"lanes": 16, "pieces": 2}, {"prefix_lead": 2}], ids=str
-)
-@pytest.mark.parametrize("access", ["aligned", "misaligned"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
-    dtype: str, access: str, tile: dict[str, int], cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """A row's only gate is read by itself, forward and backward; the kernel reads nothing else of the gates."""
-    torch.manual_seed(0)
-    checked = 0
-    for name in ("time_last_forward", "time_last_backward"):
-        kernel = FAMILY.kernel(name, "cuda")
-        variant = like(kernel, {"dtype": dtype, "access": access, **tile})
-        library = cuda_emulator.emulated(kernel, variant, tmp_path)
-        for shape, setting in product(((2, 5, 720), (1, 3, 2500), (1, 40, 33)), ONE_GATE_A_ROW):
-            trial = cases.draw(shape, setting, dtype, "cpu")
-            for sums in (False, True) if name == "time_last_backward" else (False,):
-                case = trial.case(kernel.name, aligned=True, sums=sums)
-                if kernel.rules.accepts(variant, case.problem) is None:
-                    library.run(case.problem, case.tensors, seed=checked)
-                    assert case.error() <= cases.TOLERANCE[dtype], str(trial)
-                    checked += 1
-    assert checked
-
-
-@pytest.mark.parametrize(
-    ("name", "pins"),
-    [
-        ("time_last_backward", {"lanes": 16, "pieces": 2}),
-        ("time_last_backward", {"prefix_lead": 2}),
-        ("channel_last_backward", {"lanes_across": 16}),
-    ],
-    ids=str,
-)
-def test_one_gate_may_have_a_gradient_for_each_step(
-    name: str, pins: dict[str, int], cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """As where it was expanded along time before the call."""
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": "float32", "access": "aligned", **pins})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    trial = cases.draw(
-        (2, 16, 720), cases.Setting(states=True, broadcast=("time",)), "float32", "cpu"
-    )
-    case = trial.case(name, aligned=True)
-    states, initial = (cases.wide(trial.inputs[of]) for of in ("states", "initial_state"))
-    before = torch.cat([initial[..., None], states[..., :-1]], -1)
-    expected = trial.expected["tokens_grad"] * before
-    case.tensors["gates_grad"] = torch.full_like(case.tensors["tokens_grad"], torch.nan)
-    assert kernel.rules.accepts(variant, case.problem) is None
-    library.run(case.problem, case.tensors, seed=0)
-    assert case.error() <= cases.TOLERANCE["float32"]
-    assert cases.relative_error(case.tensors["gates_grad"], expected) <= cases.TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize("access", ["aligned", "varlen"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_walk_sums_the_gradient_of_one_gate(
-    dtype: str, access: str, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    kernel = FAMILY.kernel("channel_last_backward", "cuda")
-    variant = like(kernel, {"dtype": dtype, "access": access, "lanes_across": 16})
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    checked = 0
-    for shape, setting in product(((2, 48, 40), (1, 16, 600)), ONE_GATE):
-        trial = cases.draw(shape, setting, dtype, "cpu")
-        case = trial.case(kernel.name, aligned=True, sums=True)
-        if kernel.rules.accepts(variant, case.problem) is None:
-            library.run(case.problem, case.tensors, seed=checked)
-            assert "gates_grad" in case.expected
-            assert case.error() <= cases.TOLERANCE[dtype], str(trial)
-            checked += 1
-    assert checked
 
 
 PACKED = cases.Setting(states=True, packed=True)
