@@ -211,8 +211,8 @@ class Trial:
             sums=sums,
         )
         if sums:
-            room = problem.sum_pieces(), expected["gates_grad"].numel()
-            tensors["gates_grad"] = self._poison("state", expected["gates_grad"].new_empty(room))
+            pieces = problem.sum_pieces(), expected["gates_grad"].numel()
+            tensors["gates_grad"] = self._poison("state", expected["gates_grad"].new_empty(pieces))
         if direction == "reduction":
             pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
             tensors["gates_grad"] = self._poison("state", expected["gates_grad"].expand(pieces))

@@ -147,7 +147,8 @@ class LinearScanProblem:
 
     def one_gate_a_row(self) -> bool:
         """Whether time is contiguous, and each row has one gate for all times."""
-        return self.layout == "time_last" and self.has_one_gate()
+        gates = "gates" in STRIDED[self.direction]
+        return gates and self.layout == "time_last" and self.has_one_gate()
 
     def rows_strides(self) -> tuple[Strides, ...]:
         """Those of the tensors whose rows are read or written: all that have a time, but gates of which a row has one."""

@@ -26,6 +26,7 @@ struct BackwardTiles {
     using Tiles = Ring<3, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
     using TilePrefix = RowTilePrefix;
     enum : int { SCANS = 1, HELD = 1 };
+    static_assert(!CUT || (TIMES % SUM_STEPS == 0 && TIMES <= 4 * SUM_STEPS), "or a tile has no room for its sum");
     const Backward& of;
     const Scans& scans;
 

@@ -37,7 +37,6 @@ enum : int {
     LONG = 16 * LINE,  // for a row
     SUM_STEPS = 64 * VECTOR,  // time steps for which there is room for a sum
 };
-static_assert(!CUT || (TIMES % SUM_STEPS == 0 && TIMES <= 4 * SUM_STEPS));
 // Sums of a row for which there is room (problem.py).
 __device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
 static_assert(WARPS == 1 && (!CUT || LANES == 32));

@@ -188,14 +188,16 @@ def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def _check(arguments: Arguments) -> None:
+def _check(arguments: Arguments, final_grad: Tensor | None = None) -> None:
     """Raise for tensors that kernels must not be given: users may call the registered operator directly."""
     x, weight, bias, state, seq_idx, cu_seqlens = arguments
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    of_state = rows, x.shape[1], weight.shape[-1] - 1
     expected = {
         "weight": (weight, (x.shape[1], weight.shape[-1]), (x.dtype, torch.float32)),
         "bias": (bias, (x.shape[1],), (weight.dtype,)),
-        "initial_state": (state, (rows, x.shape[1], weight.shape[-1] - 1), (x.dtype,)),
+        "initial_state": (state, of_state, (x.dtype,)),
+        "the final state's gradient": (final_grad, of_state, (x.dtype,)),
         "seq_idx": (seq_idx, (x.shape[0], x.shape[2]), (torch.int32,)),
         "cu_seqlens": (cu_seqlens, (rows + 1,), (torch.int64,)),
     }
@@ -297,7 +299,7 @@ def narrowed(arguments: Arguments, gradients: reference.Gradients, wanted: Wante
 def plan_backward(*args: Any) -> Callable[..., Any]:
     """The plan of ``backward``, from its tensors, options and what is wanted."""
     arguments, (y_grad, final_grad, options, wanted) = Arguments(*args[:6]), args[6:]
-    _check(arguments)
+    _check(arguments, final_grad)
     if y_grad.shape != arguments.x.shape or y_grad.dtype != arguments.x.dtype:
         raise ValueError(
             f"y_grad is {y_grad.dtype} of shape {tuple(y_grad.shape)}; the operator takes {arguments.x.dtype} of "

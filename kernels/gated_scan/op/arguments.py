@@ -81,6 +81,42 @@ class Arguments(NamedTuple):
         return cls(tuple(flat[:inputs]), tuple(parameters), reset, initial_state, cu_seqlens)
 
 
+def check_operator(
+    arguments: Arguments, dim: int, others: Mapping[str, Tensor | None], last_grad: Tensor | None
+) -> None:
+    """Raise for tensors that kernels must not be given: users may call the registered operator directly. ``others`` are as the
+    inputs, and ``last_grad`` as the initial state."""
+    first = arguments.inputs[0]
+    if first.dim() != 3:
+        raise ValueError(
+            f"inputs have shape {tuple(first.shape)}; the operator takes three dimensions"
+        )
+    compute, place = compute_dtype(first.dtype), dim % 3
+    bounds = arguments.cu_seqlens
+    between = () if bounds is None else (bounds.shape[0] - 1,)
+    of_state = (*first.shape[:place], *between, *first.shape[place + 1 :])
+    channels = first.shape[-1 if dim == -2 else -2]
+    every: list[tuple[str, Tensor | None, tuple[int, ...], torch.dtype]] = [
+        *(
+            (f"input {n}", t, tuple(first.shape), first.dtype)
+            for n, t in enumerate(arguments.inputs)
+        ),
+        *((name, t, tuple(first.shape), first.dtype) for name, t in others.items()),
+        *((f"parameter {n}", t, (channels,), compute) for n, t in enumerate(arguments.parameters)),
+        ("initial_state", arguments.initial_state, of_state, compute),
+        ("final_state's gradient", last_grad, of_state, compute),
+        ("reset", arguments.reset, (first.shape[0], first.shape[dim]), torch.bool),
+    ]
+    for name, tensor, shape, dtype in every:
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; the operator takes "
+                f"{dtype} of shape {shape} on {first.device}"
+            )
+
+
 def kind_of(name: Any) -> Kind:
     """The kind called ``name``; otherwise ``TypeError`` or ``ValueError``, which list the kinds' names."""
     if not isinstance(name, str):

@@ -55,26 +55,13 @@ def plan_forward(arguments: Arguments, options: Options) -> Callable[..., Any]:
 
 
 def plan_backward(
-    arguments: Arguments,
-    states: Tensor,
-    states_grad: Tensor | None,
-    options: Options,
-    wanted: Sequence[bool],
+    arguments: Arguments, options: Options, wanted: Sequence[bool]
 ) -> Callable[..., Any]:
     """The plan of a backward pass: a function of ``Arguments.flat``, the states, their gradient and the final state's."""
     layout = StateLayout.of(arguments.inputs[0], options.dim, arguments.cu_seqlens)
     count, end = _counts(options)
     run = _Runner("gated_scan_backward", arguments, options)
     for_initial = wanted[-1] and arguments.initial_state is not None
-
-    first = arguments.inputs[0]
-    for tensor in (states, states_grad):
-        # The operator itself may be called with anything.
-        if tensor is not None and (tensor.shape != first.shape or tensor.dtype != first.dtype):
-            raise ValueError(
-                f"states or their gradient have shape {tuple(tensor.shape)} and dtype {tensor.dtype}, inputs "
-                f"{tuple(first.shape)} and {first.dtype}; both must be equal"
-            )
 
     def plan(*args: Any) -> tuple[Tensor | None, ...]:
         initial_state, reset, cu_seqlens, states, states_grad, final_grad = args[end:]

@@ -17,7 +17,7 @@ from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.gated_scan.op import composed, cpu
-from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
+from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options, check_operator
 from scan_registry.kernels.gated_scan.op.problems import (
     KernelCall,
     aligned_reset,
@@ -127,6 +127,7 @@ def make_forward(*args: Any) -> Plan:
     """The plan of ``forward``, from ``Arguments.flat`` and options."""
     *flat, options = args
     arguments = Arguments.of(options.kind, flat)
+    check_operator(arguments, options.dim, {}, None)
 
     def in_torch(*flat: Any) -> Outputs:
         arguments = Arguments.of(options.kind, flat)
@@ -233,6 +234,8 @@ def make_backward(*args: Any) -> Plan:
     *tensors, options, wanted = args
     *flat, states, states_grad, last_grad = tensors
     arguments = Arguments.of(options.kind, flat)
+    others = {"states": states, "states' gradient": states_grad}
+    check_operator(arguments, options.dim, others, last_grad)
 
     def in_torch(*tensors: Any) -> Gradients:
         *flat, _, states_grad, last_grad = tensors
@@ -245,7 +248,7 @@ def make_backward(*args: Any) -> Plan:
     if is_linear(arguments, options):
         return _backward_of_linear(options, wanted)
     if not on_gpu(arguments.inputs[0]) and cpu.takes(arguments, options):
-        return cpu.plan_backward(arguments, states, states_grad, options, wanted)
+        return cpu.plan_backward(arguments, options, wanted)
     if _in_torch(arguments, options):
         return in_torch
     plan = plan_backward(

@@ -149,8 +149,9 @@ def make_kernel_call(
         states=[state_strides(dense, dim, cu_seqlens)],
     )
     kept = [tensor for tensor, copy in zip(inputs.values(), copied, strict=True) if not copy]
-    if gates_shape is not None and not copied[0]:
-        kept = kept[1:]
+    one_gate = arranged.layout == "time_last" and arranged.time > 1 and not arranged.strides[0].time
+    if not copied[0] and (one_gate or gates_shape is not None):
+        kept = kept[1:]  # new memory, or read by themselves
     problem = _problem(direction, arranged, model, gates, kept, cu_seqlens, reverse)
     names = tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
     return KernelCall(problem, names, gates_shape)

@@ -146,9 +146,9 @@ def _check_shapes(
     present: dict[str, Tensor], seq_idx: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
     x, B = present["x"], present["B"]
-    if x.dim() != 4:
+    if x.dim() != 4 or x.shape[2] < 1:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; it must be (batch, time, heads, size of a head)"
+            f"x has shape {tuple(x.shape)}; it must be (batch, time, heads, size of a head) with one head at least"
         )
     batch, time, heads, size = x.shape
     fits = B.dim() == 4 and tuple(B.shape[:2]) == (batch, time)

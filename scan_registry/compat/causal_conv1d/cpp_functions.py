@@ -87,6 +87,10 @@ def causal_conv1d_bwd_function(
     """
     final, activation = dfinal_states is not None, _activation(silu_activation)
     wanted = True, True, bias is not None, bool(return_dinitial_states)
+    if dx is not None and dx.shape != x.shape:
+        raise ValueError(f"dx has shape {tuple(dx.shape)}; it must be that of x, {tuple(x.shape)}")
+    if dfinal_states is not None:
+        dfinal_states = dfinal_states.to(x.dtype)
     with torch.no_grad():
         arguments, options = normalised(
             *(x, weight, bias, initial_states, seq_idx, None, final, activation, "auto")

@@ -143,6 +143,22 @@ def test_functions_without_derivatives_are_those_with_them(bias: bool, states: b
     torch.testing.assert_close(other[:2], torch.autograd.grad(plain, (x, weight), grads[0]))
 
 
+def test_the_derivative_refuses_what_does_not_fit() -> None:
+    x, weight, last = torch.randn(2, 6, 20), torch.randn(6, 4), torch.randn(2, 6, 3)
+
+    def backward(last: torch.Tensor, dx: torch.Tensor | None = None) -> Any:
+        return cpp_functions.causal_conv1d_bwd_function(
+            x, weight, None, x, None, None, last, dx, False, True
+        )
+
+    torch.testing.assert_close(backward(last.double())[0], backward(last)[0])
+    for wrong in (last[..., :1], last[:1], last[0]):
+        with pytest.raises(ValueError, match="the final state's gradient is"):
+            backward(wrong)
+    with pytest.raises(ValueError, match="dx has shape"):
+        backward(last, torch.empty(3, 2, 6, 20))
+
+
 def test_the_update_without_a_name_of_its_activation() -> None:
     step, state, weight = torch.randn(2, 6, 1), torch.randn(2, 6, 3), torch.randn(6, 4)
     other = state.clone()

@@ -312,11 +312,43 @@ def test_offsets_must_rise(reverse: int) -> None:
         _cpu.gated_scan_forward("min_gru", "float32", pointers, scalars, 1)
 
 
-def test_states_that_are_not_like_the_inputs_are_refused() -> None:
-    x = torch.zeros(1, 2, 4)
-    inputs = "min_gru", [x, x], [], None, None, None
-    for states, grad in ((x[..., :3], x), (x, x.double())):
-        with pytest.raises(ValueError, match="states or their gradient have shape"):
-            torch.ops.scan_registry.gated_scan_backward(
-                *inputs, states, grad, None, -1, False, "auto", [True, True, False]
+OPERATORS = torch.ops.scan_registry
+
+
+@pytest.mark.parametrize("kind", ["min_gru", "rg_lru", "linear"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64], ids=["compiled", "by torch's operators"]
+)
+def test_the_operator_refuses_what_does_not_fit_together(kind: str, dtype: torch.dtype) -> None:
+    """Whoever calls it directly: nothing is read or written beyond a tensor."""
+    x, state, of = torch.zeros(2, 3, 5, dtype=dtype), torch.zeros(2, 3, dtype=dtype), KINDS[kind]
+    inputs = [x] * len(of.inputs)
+    parameters = [torch.zeros(3, dtype=dtype)] * len(of.parameters)
+    tensors = {"inputs": inputs, "parameters": parameters, "reset": torch.zeros(2, 5).bool()}
+    tensors |= {"initial_state": state, "cu_seqlens": None}
+    back = {"states": x, "states_grad": x, "final_grad": state}
+    wanted = [True] * (len(inputs) + len(parameters) + 1)
+    wrong: list[tuple[str, Any]] = [
+        ("inputs", [*inputs[:-1], x[..., :3]]),
+        ("inputs", [*inputs[:-1], x.half()]),
+        ("initial_state", state[:, :1]),
+        ("initial_state", state.bfloat16()),
+        ("reset", torch.zeros(1, 5).bool()),
+        ("states", x[:1]),
+        ("states_grad", x.half()),
+        ("final_grad", state[:, :1]),
+        ("final_grad", state.half()),
+    ]
+    if parameters:
+        wrong += [("parameters", [torch.zeros(4, dtype=dtype)] * len(parameters))]
+        wrong += [("parameters", [torch.zeros(3).half()] * len(parameters))]
+    for name, value in wrong:
+        changed = tensors | back | {name: value}
+        forwards = [changed[each] for each in tensors]
+        with pytest.raises(ValueError, match="the operator takes torch"):
+            OPERATORS.gated_scan_backward(
+                kind, *forwards, *(changed[each] for each in back), -1, False, "auto", wanted
             )
+        if name in tensors:
+            with pytest.raises(ValueError, match="the operator takes torch"):
+                OPERATORS.gated_scan(kind, *forwards, -1, False, True, "auto")

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scan_registry.kernels.linear_scan.op.plans import runner
-from scan_registry.kernels.linear_scan.op.problems import make_reduction_call, packed_sequences
+from scan_registry.kernels.linear_scan.op.problems import (
+    make_kernel_call,
+    make_reduction_call,
+    packed_sequences,
+)
 from scan_registry.ops.checks import common_shape
 
 SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4)
@@ -33,6 +37,18 @@ def test_tiles_of_a_reduction_are_full(batch: int) -> None:
         before = torch.cat([initial.unsqueeze(-1), states[..., :-1]], -1)
         expected = (grad * before).double().sum_to_size(gates.shape)
         assert torch.allclose(found.sum(0).double(), expected, atol=1e-4)
+
+
+def test_a_gate_of_its_own_for_a_row_lies_anywhere() -> None:
+    """It is read by itself; rows in pieces of 16 bytes."""
+    tokens, gates = torch.randn(2, 3, 64), torch.rand(2, 3, 5)
+    for gate, alignment in (
+        (gates[..., 1:2], 16),
+        (torch.rand(1 + 2 * 3 * 64)[1:].view(2, 3, 64), 4),
+    ):
+        call = make_kernel_call("forward", gate, {"tokens": tokens}, None, -1, False)
+        assert call.problem.alignment == alignment
+        assert call.problem.one_gate_a_row() == (alignment == 16)
 
 
 def test_one_packed_sequence_is_none_to_a_gpu() -> None:

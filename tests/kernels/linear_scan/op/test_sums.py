@@ -31,6 +31,7 @@ class Summing:
         problem: LinearScanProblem | None = requested.fused()
         if problem is None:
             return None
+        self.pieces = problem.sum_pieces()
         assert problem.sums
         assert problem.scalars()["flags"] == 2 + problem.reverse
         return self.run
@@ -52,11 +53,14 @@ class Summing:
             **how,
         )
         if bounds is None:
-            sums.copy_(full.sum(self.dim))
+            total = full.sum(self.dim)
         else:
             runs = zip(bounds.tolist(), bounds[1:].tolist(), strict=False)
             parts = [full.narrow(self.dim, a, b - a).sum(self.dim) for a, b in runs]
-            sums.copy_(torch.stack(parts, self.dim))
+            total = torch.stack(parts, self.dim)
+        assert sums.shape == (self.pieces, total.numel())
+        sums.fill_(0)
+        sums[-1] = total.flatten()
         for name, found in (("tokens_grad", of_tokens), ("initial_state_grad", of_initial)):
             out = tensors[name]
             if out is not None:

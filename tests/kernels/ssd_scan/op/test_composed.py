@@ -92,10 +92,10 @@ def test_memory_follows_steps_where_sequences_are_short() -> None:
     time, size, states = 256, 64, 64
     x, B, C = (torch.randn(1, time, 1, n) for n in (size, states, states))
     dt, A, bounds = torch.rand(1, time, 1), -torch.ones(1), torch.arange(time + 1)
-    arguments = Arguments(x, dt, A, B, C, None, None, None, None, bounds)
+    arguments = Arguments(x, dt, A, B, C, None, None, None, None, None, bounds)
     with torch.no_grad(), _Largest() as largest:
         composed.forward(arguments, Options())
-        composed.backward(arguments, Options(), x, None, (True,) * 5 + (False,) * 3)
+        composed.backward(arguments, Options(), x, None, (True,) * 5 + (False,) * 4)
     assert 10 * time * size < largest.numbers < time * size * 64 // 3
 
 

@@ -46,6 +46,7 @@ def test_narrow_dtypes_mix(name: str, dtype: torch.dtype) -> None:
         ({"z": 1.0}, TypeError, "z must be a torch.Tensor, not float"),
         ({"seq_idx": [0]}, TypeError, "seq_idx must be a torch.Tensor, not list"),
         ({"cu_seqlens": (0, 5)}, TypeError, "cu_seqlens must be a torch.Tensor, not tuple"),
+        ({"x": torch.zeros(2, 5, 0, 4)}, ValueError, "with one head at least"),
         ({"x": torch.zeros(2, 5, 4)}, ValueError, r"x has shape \(2, 5, 4\).*size of a head"),
         ({"x": torch.zeros(2, 5, 4, 3).int()}, TypeError, "x has dtype torch.int32; accepted"),
         ({"x": torch.zeros(2, 5, 4, 3) * 1j}, TypeError, "x has dtype torch.complex64"),
