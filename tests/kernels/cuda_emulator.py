@@ -29,8 +29,9 @@ from scan_registry.kernels.model import Kernel, Static, Variant
 
 EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
-#: Bytes of a thread's stack, and of all of them, unless more threads run at once.
-STACK, STACKS = 256 << 10, 1 << 30
+#: Bytes of a thread's stack, and of all of them, unless more threads run at once. A stack has a page and a cache line more than
+#: a power of two: or the ends of all stacks, where threads work, would have the same few places in the processor's caches.
+STACK, STACKS = (256 << 10) + 4096 + 64, 1 << 30
 #: Of Linux's; Python does not name it.
 MAP_NORESERVE = 0x4000
 #: Where all tests of a run keep the libraries that they have in common, if there is such a folder.
@@ -204,6 +205,7 @@ def library_of(
 def _compile(words: Sequence[str | Path]) -> None:
     command = [
         *(str(compiler()), "-std=c++17", "-O1", "-fPIC", "-pthread", "-w"),
+        "-march=native",  # whose conversions of float16 and whose fused operations are instructions
         "-U_FORTIFY_SOURCE",  # which takes a jump from stack to stack for an error
         # Or several libraries would share what has to be each one's own.
         "-fno-gnu-unique",
