@@ -182,9 +182,9 @@ AGAIN = {
 
 def test_what_is_imported_again_works(tmp_path: Path) -> None:
     """Before and after its names were used; the first copy stays of use, too. Each in a fork of a process that has nothing
-    but torch, whose import takes most of the time."""
+    but torch and what a first call has torch import, which takes most of the time."""
     script = f"""
-import importlib, json, os, sys, torch
+import importlib, json, os, sys, torch, torch._dynamo
 answers = []
 for again, loaded in {AGAIN!r}.items():
     ours, theirs = os.pipe()
