@@ -47,7 +47,7 @@ class RankPool:
         seconds; all processes are then started anew by the next task.
         """
         if not self._processes:
-            self._start()
+            self.start()
         task = function.__module__, function.__qualname__, size, args
         for pipe in self._pipes[:size]:
             pipe.send(task)
@@ -73,7 +73,8 @@ class RankPool:
         assert not failures, "\n".join(failures)
         return results
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes, as the first task does otherwise."""
         context = multiprocessing.get_context("forkserver")
         # What one rank or another imports sooner or later, once for all of them; the last is what a compilation needs.
         names = ["scan_registry.distributed.time_shards"]

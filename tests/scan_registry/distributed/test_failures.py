@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import distributed_failures as cases
@@ -117,16 +119,25 @@ def test_a_rank_that_is_killed_in_its_backward_pass(tmp_path: Path, early: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["forward", "backward", "group"])
-def test_a_rank_that_makes_no_call(tmp_path: Path, how: str) -> None:
+def test_a_rank_that_makes_no_call(tmp_path: Path) -> None:
+    """Before a forward pass or a backward one, or by calling with another group: all three at once, as they mostly wait."""
     timeout = 6  # a busy machine takes seconds to start the ranks
-    pool = RankPool(tmp_path, 3, timeout)
-    try:
-        *others, last = pool.run(3, cases.absent, how, timeout)
-    finally:
-        pool.close()
-    for message in others if how != "group" else (*others, last):
-        assert "Timed out" in message
+    with ExitStack() as stack:
+        pools = {}
+        for how in ("forward", "backward", "group"):
+            (tmp_path / how).mkdir()
+            pools[how] = RankPool(tmp_path / how, 3, timeout)
+            stack.callback(pools[how].close)
+            pools[how].start()
+        threads = stack.enter_context(ThreadPoolExecutor(len(pools)))
+        under_way = {
+            how: threads.submit(pool.run, 3, cases.absent, how, timeout)
+            for how, pool in pools.items()
+        }
+        said = {how: future.result() for how, future in under_way.items()}
+    for how, (*others, last) in said.items():
+        for message in others if how != "group" else (*others, last):
+            assert "Timed out" in message, how
 
 
 def test_dtypes_and_biases_that_differ(ranks: RankPool) -> None:
