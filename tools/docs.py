@@ -28,8 +28,8 @@ _PREFACE = """# Command line
 `scan-registry COMMAND --help` prints the same on a terminal. `python -m scan_registry` is the same program. Options
 have to be written whole. Ctrl-C ends every command with status 130.
 
-Tables have one line a row. On a narrow terminal columns are left out, and named; in a pipe nothing is cut, so that
-`grep` finds rows. What commands print at 80 and 120 columns and in a pipe:
+Tables have one line a row. On a narrow terminal columns are left out, and named, and text is folded; in a pipe nothing
+is cut, so that `grep` finds rows. What commands print at 80 and 120 columns and in a pipe:
 [inspect](output/inspect.txt), [explain](output/explain.txt), [doctor](output/doctor.txt),
 [verify](output/verify.txt), [selftest](output/selftest.txt), [bench](output/bench.txt), [tune](output/tune.txt) without
 a GPU, [cache](output/cache.txt), [help and mistakes](output/help.txt).

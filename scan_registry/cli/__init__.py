@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from scan_registry.cli.errors import INTERRUPTED, UsageError
 from scan_registry.cli.parsing import PROGRAM, Commands, Parser
-from scan_registry.cli.streams import make_plain
+from scan_registry.cli.streams import complain, make_plain
 from scan_registry.version import __version__
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _main(words: Sequence[str]) -> int:
     except Exception as error:
         if not isinstance(error, _caused_by_users()):
             raise
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        complain(f"{PROGRAM}: error: {error}")
         return 2
 
 

@@ -37,9 +37,8 @@ _TARGETS = "--targets times the project's own cases, each with the least fractio
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare the command's arguments: of the first operator, and of each other one under its name."""
     first, *others = operators().values()
-    names = [*(operator.name for operator in others), bench_distributed.NAME]
     named = _add_operator(commands, "bench", first).add_subparsers(
-        dest="timed", metavar=" | ".join(names)
+        dest="timed", metavar="what", title="what to time instead"
     )
     for operator in others:
         _add_operator(named, operator.name, operator)

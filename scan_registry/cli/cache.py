@@ -18,7 +18,7 @@ from scan_registry.catalog.inventory import catalogue
 from scan_registry.catalog.providers import CORE
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.listing import arch_label, size_text
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.packaging.export import Cached, Choice, choose, contents, exported
 from scan_registry.packaging.package import Package
 from scan_registry.version import __version__
@@ -165,14 +165,14 @@ def _print_tuned(tuned: Sequence[LocalTuning]) -> None:
     for local in tuned:
         if local.state != "current":
             text = f"{local.state}: {local.archive.path}: {local.damage or local.stale}"
-            console.print(text, markup=False, soft_wrap=True)
+            say(console, text)
 
 
 def _print_list(cache: Cache, entries: Sequence[Cached]) -> None:
     console = screen()
-    console.print(f"folder {cache.folder}", markup=False, soft_wrap=True)
+    say(console, f"folder {cache.folder}")
     if reason := obstacle(cache):
-        console.print(f"not usable: {reason}", style="red", markup=False, soft_wrap=True)
+        say(console, f"not usable: {reason}", "red")
     table = new_table("variant", "target!", "compiler?", "size>?", "age>?", "state!")
     for entry in entries:
         binary = entry.binary
@@ -191,7 +191,7 @@ def _print_list(cache: Cache, entries: Sequence[Cached]) -> None:
     for entry in entries:
         if entry.state != "current":
             text = f"{entry.state}: {entry.archive.path}: {entry.damage or entry.stale}"
-            console.print(text, markup=False, soft_wrap=True)
+            say(console, text)
     total = sum(entry.size for entry in entries)
     console.print(f"{_counted(len(entries), 'binary', 'binaries')}, {size_text(total)}")
 
@@ -228,7 +228,7 @@ def _clear(cache: Cache, args: argparse.Namespace) -> int:
         files = f" and what was tuned on {_counted(tuned, 'GPU', 'GPUs')}" if tuned else ""
         contents = f"{_counted(count, 'binary', 'binaries')}{files}"
         text = f"deleted {contents}, {size_text(sizes)}, from {cache.folder}"
-        screen().print(text, markup=False, soft_wrap=True)
+        say(screen(), text)
     return 0
 
 
@@ -313,7 +313,7 @@ def _print_export(package: Package, choice: Choice, folder: Path, wheel: Path | 
     console = screen()
 
     def line(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        say(console, text)
 
     line(f"{package.name} {package.version}, for {CORE} {package.core}, in {folder}")
     for target, entries in choice.taken.items():

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from scan_registry.catalog.providers import CORE
 from scan_registry.cli.listing import size_text
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.diagnostics.doctor import (
     Answer,
     CacheState,
@@ -33,39 +33,36 @@ def show_report(report: Report) -> None:
     console = screen()
     here = report.installation
 
-    def say(text: str, style: str = "") -> None:
-        console.print(text, markup=False, soft_wrap=True, style=style)
-
     console.print(f"[bold]scan-registry {here.version}[/]")
-    say(f"python     {here.python}")
-    say(f"torch      {here.torch or 'not installed'}")
+    say(console, f"python     {here.python}")
+    say(console, f"torch      {here.torch or 'not installed'}")
     for language, tools in here.toolchains.items():
         text = tools if isinstance(tools, str) else f"{tools.identity} (CUDA {dotted(tools.cuda)})"
-        say(f"{language:10} {text}")
+        say(console, f"{language:10} {text}")
     if here.driver:
-        say(f"driver     for CUDA {dotted(here.driver)}")
-    say(f"policy     down to tier {here.lowest}; {policy.VARIABLE} sets it")
-    say(f"cache      {_cache_words(here.cache)}")
+        say(console, f"driver     for CUDA {dotted(here.driver)}")
+    say(console, f"policy     down to tier {here.lowest}; {policy.VARIABLE} sets it")
+    say(console, f"cache      {_cache_words(here.cache)}")
     _print_providers(console, here.providers)
     for provider in here.providers:
         for subject, reason in provider.denied.items():
-            say(f"{provider.name} {provider.version}: {subject}: {reason}")
+            say(console, f"{provider.name} {provider.version}: {subject}: {reason}")
     for gpu in report.gpus:
         _print_gpu(console, gpu)
     if report.gpus:
-        say(LEGEND, "dim")
+        say(console, LEGEND, "dim")
     for finding in report.findings:
         console.print()
         style = "bold red" if finding.severity == "error" else "bold"
         head = f"[{style}]{finding.severity}:[/] {escape(finding.about)}: {escape(finding.text)}"
-        console.print(head, soft_wrap=True)
+        console.print(head)
         for reason in finding.reasons:
-            say(f"    {reason}")
+            say(console, f"    {reason}")
         for remedy in finding.remedies:
-            say(f"  → {remedy}")
+            say(console, f"  → {remedy}")
     if first := report.first:
-        say(f"\nTo do first: {first.remedies[0]}", "bold")
-    say(f"\n{_verdict(report)}")
+        say(console, f"\nTo do first: {first.remedies[0]}", "bold")
+    say(console, f"\n{_verdict(report)}")
 
 
 def _verdict(report: Report) -> str:
@@ -110,7 +107,7 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
         table.add_row(kernel, *(_cell(answers, backend) for backend in backends))
         for name, some in _alike(kernel, answers, backends):
             narrow.add_row(name, *(_cell(some, b) if some else "" for b in backends))
-    if any(line.cell_len > console.width for line in table.lines(console.width)[0]):
+    if not table.fits(console.width):
         table = narrow
     device = gpu.device
     shared = f"{device.shared_memory_per_block} bytes of shared memory per block"
@@ -122,9 +119,9 @@ def _print_gpu(console: Console, gpu: Coverage) -> None:
     )
     _print_first_calls(console, gpu)
     if gpu.assumed:
-        console.print(f"\nassumed: {'; '.join(gpu.assumed)}", markup=False)
+        say(console, f"\nassumed: {'; '.join(gpu.assumed)}")
     tuned = "; ".join(map(str, gpu.tuned)) or "no table for it; the specs' estimates decide"
-    console.print(f"\ntuning: {tuned}", markup=False, soft_wrap=True)
+    say(console, f"\ntuning: {tuned}")
 
 
 def _alike(

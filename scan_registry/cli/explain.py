@@ -9,6 +9,7 @@ from typing import Any
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
+from scan_registry.cli.tables import say, screen
 from scan_registry.diagnostics.explanation import Explanation, explain_for
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import BACKENDS, System
@@ -97,9 +98,10 @@ def run(args: argparse.Namespace) -> int:
         call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
         print(json.dumps(document(explanation, call), indent=2))
     else:
-        print(explanation.text(everything=True) if args.all else explanation.brief())
+        console = screen()
+        say(console, explanation.text(everything=True) if args.all else explanation.brief())
         if not args.all and explanation.steps:
-            print("Every fact, and a line for each that was not taken: --all.")
+            say(console, "Every fact, and a line for each that was not taken: --all.")
     return 0 if explanation.runs else 1
 
 

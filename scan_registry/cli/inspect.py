@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from scan_registry.cli.listing import (
     several_providers,
     size_text,
 )
+from scan_registry.cli.streams import complain
 from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.kernels.model import Static
 from scan_registry.ops.operator import SHORT_DTYPES
@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
     # Reading every byte takes seconds, and a list of kernels needs none of them.
     listed = (read if args.all or args.json or filtered else opened)(installed)
     for file in installed.ignored:
-        print(f"scan-registry: warning: {file}", file=sys.stderr)
+        complain(f"scan-registry: warning: {file}")
     for entry in listed:
         if entry.damage:
-            print(f"scan-registry: error: {entry.damage}", file=sys.stderr)
+            complain(f"scan-registry: error: {entry.damage}")
     shown = narrow(listed, wanted) if listed else []
     if args.json:
         print(json.dumps(document(shown, installed), indent=2))
@@ -149,7 +149,7 @@ def _print_archives(console: Console, listed: Sequence[Listed], installed: Catal
     console.print(f"[bold]scan-registry {__version__}[/]")
     folders = dict.fromkeys(archive.path.parent for archive in installed.archives)
     for folder in folders:
-        console.print(f"archives in {folder}", markup=False, soft_wrap=True)
+        say(console, f"archives in {folder}")
     providers = several_providers(listed)
     table = new_table(
         "arch!",

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from scan_registry.cli.streams import complain
+
 if TYPE_CHECKING:
     _SubParsers = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
@@ -44,7 +46,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
-        self.exit(2, f"{PROGRAM}: error: {message}{end} See `{self.prog} --help`.\n")
+        complain(f"{PROGRAM}: error: {message}{end} See `{self.prog} --help`.")
+        self.exit(2)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a word that names no command, with the one that it may stand for."""

@@ -319,7 +319,7 @@ def _print(results: list[Result], where: str, skipped: dict[str, str]) -> None:
         show(console, table, f"{family} on {where}")
     for result in results:
         if result.failure:
-            console.print(f"{result.kernel} {result.language} {result.dtype}: {result.failure}")
+            say(console, f"{result.kernel} {result.language} {result.dtype}: {result.failure}")
     failed = sum(not result.passed for result in results)
     console.print()
     for reason, subjects in by_reason(skipped).items():

@@ -7,7 +7,9 @@ or a pipe in ASCII or latin-1, and paths that are not UTF-8.
 from __future__ import annotations
 
 import codecs
+import shutil
 import sys
+import textwrap
 from io import TextIOWrapper
 
 _HANDLER = "scan_registry.plain"
@@ -70,3 +72,11 @@ def make_plain() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors in _USUAL:
             stream.reconfigure(errors=_HANDLER)
+
+
+def complain(text: str) -> None:
+    """Print a message on stderr: one line, which a terminal's width folds between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
+    print(text, file=sys.stderr)

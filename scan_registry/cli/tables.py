@@ -3,8 +3,10 @@ out."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _UNLIMITED = 100_000  # columns, of what is no terminal
-_GAP = "  "
+_GAP, _NARROW_GAP = "  ", " "
+#: What a line's text comes after: spaces, and a label that two spaces or more end, or an arrow.
+_START = re.compile(r" *(?:→ |\S+  +)?")
 
 
 def on_terminal() -> bool:
@@ -48,8 +52,18 @@ class Table:
         assert len(cells) == len(self.names), cells
         self.rows.append(cells)
 
+    def fits(self, width: int) -> bool:
+        """Whether the columns that have to stay have their usual distance in a line so wide."""
+        from rich.text import Text
+
+        columns = zip(self.ranks, self.names, *self.rows, strict=True)
+        staying = [cells for rank, *cells in columns if not rank]
+        widths = [max(Text.from_markup(cell).cell_len for cell in cells) for cells in staying]
+        return sum(widths) + len(_GAP) * (len(widths) - 1) <= width
+
     def lines(self, width: int) -> tuple[list[Text], list[str]]:
-        """The lines, no wider than that unless what has to stay is, and the columns that went for it."""
+        """The lines, no wider than that, and the columns that went for it. If columns that have to stay are wider, they
+        are closer together, and what is still too wide is cut and ends in ``…``."""
         from rich.text import Text
 
         rows = [[Text.from_markup(cell) for cell in row] for row in self.rows]
@@ -60,17 +74,20 @@ class Table:
             if not rank or sum(widths[k] + len(_GAP) for k in kept) + widths[n] <= width:
                 kept.append(n)
         kept.sort()
+        gap = _GAP if self.fits(width) else _NARROW_GAP
 
         def line(cells: Sequence[Text]) -> Text:
             placed = []
             for n in kept:
                 pad = " " * (widths[n] - cells[n].cell_len)
                 placed.append(Text(pad) + cells[n] if self.right[n] else cells[n] + Text(pad))
-            joined = Text(_GAP).join(placed)
+            joined = Text(gap).join(placed)
             joined.rstrip()
+            joined.truncate(width, overflow="ellipsis")
             return joined
 
-        rule = Text("─" * (sum(widths[n] for n in kept) + len(_GAP) * (len(kept) - 1)))
+        whole = sum(widths[n] for n in kept) + len(gap) * (len(kept) - 1)
+        rule = Text("─" * min(whole, width))
         gone = [name for n, name in enumerate(self.names) if n not in kept]
         return [line(head), rule, *map(line, rows)], gone
 
@@ -90,7 +107,7 @@ def new_table(*columns: str) -> Table:
 def show(console: Console, table: Table, *title: str) -> None:
     """Print a table, and on a terminal that is too narrow for it, which columns are left out."""
     lines, gone = table.lines(console.width)
-    console.print("", *title, sep="\n", soft_wrap=True)
+    console.print("", *title, sep="\n")
     for line in lines:
         console.print(line, soft_wrap=True)
     if gone:
@@ -99,8 +116,25 @@ def show(console: Console, table: Table, *title: str) -> None:
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """Print text, which a terminal's width folds between words and nothing folds in a pipe."""
-    console.print(text, markup=False, style=style)
+    """Print text, whose lines a terminal's width folds between words and nothing folds in a pipe."""
+    lines = [part for line in text.split("\n") for part in folded(line, console.width)]
+    console.print("\n".join(lines), markup=False, emoji=False, style=style, soft_wrap=True)
+
+
+def folded(line: str, width: int) -> list[str]:
+    """The line in parts no wider than that. All but the first start below the text of the first, after its label
+    or arrow; below a line without a label, that is indented, two columns further in."""
+    if len(line) <= width:
+        return [line]
+    start = _START.match(line)
+    assert start is not None
+    indent = len(start[0]) + 2 * (bool(start[0]) and not start[0].strip())
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * min(indent, width // 2),
+        break_on_hyphens=False,
+    )
 
 
 def by_reason(skipped: Mapping[str, str]) -> dict[str, list[str]]:

@@ -188,7 +188,7 @@ def watched(tuner: Tuner, problems: Sequence[Posed]) -> None:
     )
 
     def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
+        console.print(text, markup=False, soft_wrap=not console.is_terminal)
 
     with progress:
         bar = progress.add_task("tune", total=len(problems))

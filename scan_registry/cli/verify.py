@@ -24,7 +24,7 @@ from scan_registry.cli.listing import (
     opened,
     several_providers,
 )
-from scan_registry.cli.tables import new_table, screen, show
+from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.diagnostics.verify import Comparison, Defect, altered, check, rebuild
 from scan_registry.version import __version__
 
@@ -314,6 +314,6 @@ def _summary(report: Report) -> str:
 
 
 def _line(console: Console, text: str) -> None:
-    """Print on one line, however long."""
+    """Print as one line, which only a terminal folds."""
     words = " / ".join(line.strip() for line in text.splitlines() if line.strip())
-    console.print(words, markup=False, soft_wrap=True)
+    say(console, words)
