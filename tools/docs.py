@@ -26,7 +26,8 @@ PAGES = ROOT / "docs" / "pages"
 _PREFACE = """# Command line
 
 `scan-registry COMMAND --help` prints the same on a terminal. `python -m scan_registry` is the same program. Options
-have to be written whole. Ctrl-C ends every command with status 130.
+have to be written whole. Ctrl-C ends every command with status 130, a pipe that nobody reads any more (`| head -1`) with
+141, and a disk that is full with one line on stderr and status 1.
 
 Tables have one line a row. On a narrow terminal columns are left out, and named, and text is folded; in a pipe nothing
 is cut, so that `grep` finds rows. What commands print at 80 and 120 columns and in a pipe:

@@ -5,7 +5,8 @@ A command is a module with ``add_parser``, which declares its arguments, and ``r
 the exit status; its name on the command line is the module's. Only the module of the command that is
 called is imported. What a user can cause (a damaged archive, a filter that names nothing, a device
 without a kernel) is one message on stderr and status 2; anything else is a defect of this package and
-keeps its traceback. Ctrl-C is status 130.
+keeps its traceback. Ctrl-C is status 130, a pipe that nobody reads any more 141, and other output that cannot be
+written one message and status 1.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
-from scan_registry.cli.errors import INTERRUPTED, UsageError
+from scan_registry.cli.errors import CLOSED_PIPE, INTERRUPTED, UsageError
 from scan_registry.cli.parsing import PROGRAM, Commands, Parser
-from scan_registry.cli.streams import complain, make_plain
+from scan_registry.cli.streams import Output, complain, make_plain
 from scan_registry.version import __version__
 
 if TYPE_CHECKING:
@@ -77,16 +79,41 @@ def parser(words: Sequence[str] | None = None) -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names (default: of this process) and return its exit status."""
+    if sys.stdout is None:  # its file descriptor is closed
+        return _unwritten("it is closed")
     make_plain()
+    output = Output(sys.stdout)
     try:
-        return _main(sys.argv[1:] if argv is None else argv)
+        with redirect_stdout(cast(TextIO, output)):
+            return _to_the_end(sys.argv[1:] if argv is None else argv, output)
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (head, less) has gone; keep the interpreter's last flush from failing as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError:
+        failure = output.failure
+        if failure is None:
+            raise
+        output.discard()
+        if isinstance(failure, BrokenPipeError):  # the reader (head, less) has gone
+            return CLOSED_PIPE
+        return _unwritten(failure.strerror or str(failure))
+
+
+def _to_the_end(words: Sequence[str], output: Output) -> int:
+    """The command's exit status, once all that it has printed is written."""
+    try:
+        status = _main(words)
+    except SystemExit:
+        output.finish()
+        raise
+    output.finish()
+    return status
+
+
+def _unwritten(reason: str) -> int:
+    """Say that standard output takes nothing, and return the exit status for it."""
+    complain(f"{PROGRAM}: error: standard output cannot be written: {reason}")
+    return 1
 
 
 def _main(words: Sequence[str]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-INTERRUPTED = 130  # the exit status, as shells report a program that Ctrl-C ended
+# Exit statuses, as shells report a program that Ctrl-C ended, or that wrote into a pipe which nobody reads.
+INTERRUPTED, CLOSED_PIPE = 130, 141
 
 
 class UsageError(ValueError):

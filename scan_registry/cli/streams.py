@@ -7,10 +7,13 @@ or a pipe in ASCII or latin-1, and paths that are not UTF-8.
 from __future__ import annotations
 
 import codecs
+import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Callable
 from io import TextIOWrapper
+from typing import Any
 
 _HANDLER = "scan_registry.plain"
 #: Those of handlers that Python chooses by itself; a user's own choice stays.
@@ -80,3 +83,42 @@ def complain(text: str) -> None:
         width = shutil.get_terminal_size().columns
         text = textwrap.fill(text, width, break_on_hyphens=False, break_long_words=False)
     print(text, file=sys.stderr)
+
+
+class Output:
+    """A stream that remembers why it could not be written: argparse passes over such errors, and of others it is not
+    known that they are the stream's."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.failure: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        return int(self._tried(self.stream.write, text))
+
+    def flush(self) -> None:
+        """As the stream does."""
+        self._tried(self.stream.flush)
+
+    def finish(self) -> None:
+        """Write what is left, and raise what has failed."""
+        self.flush()
+        if self.failure is not None:
+            raise self.failure
+
+    def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call(*args)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def discard(self) -> None:
+        """Have the stream go nowhere, or the interpreter's last flush would fail as an earlier one has."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)

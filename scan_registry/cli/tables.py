@@ -32,8 +32,14 @@ def screen() -> Console:
 
     size = shutil.get_terminal_size()
     width = size.columns if on_terminal() else _UNLIMITED
+
+    class Screen(Console):
+        def on_broken_pipe(self) -> None:
+            """Leave it to the program, where rich would end the process with status 1."""
+            raise BrokenPipeError
+
     # Without a height, rich takes terminals that know no colours for 80 columns wide.
-    return Console(highlight=False, width=width, height=size.lines)
+    return Screen(highlight=False, width=width, height=size.lines)
 
 
 class Table:

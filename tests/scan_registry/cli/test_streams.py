@@ -19,7 +19,8 @@ import scan_registry
 from scan_registry.catalog import providers
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.catalog.providers import Provider
-from scan_registry.cli import main, parser
+from scan_registry.cli import inspect, main, parser
+from scan_registry.cli.errors import CLOSED_PIPE
 from scan_registry.cli.streams import make_plain, plain
 
 PACKAGE = Path(scan_registry.__file__).parent
@@ -213,3 +214,69 @@ def test_every_character_of_the_packages_texts_has_a_plain_form() -> None:
 
 def test_tables_are_plain_where_lines_are_not_to_be_had() -> None:
     assert [plain(item) for item in "─│┼┏╸…"] == ["-", "|", "+", "+", "-", "..."]
+
+
+def status_of(words: str) -> object:
+    """The exit status of a call, however it ends."""
+    try:
+        return main(words.split())
+    except SystemExit as end:
+        return end.code
+
+
+CALLS = ("inspect", "cache list", "--help", "explain --help", "--version")
+
+
+@pytest.mark.parametrize("words", CALLS)
+def test_a_full_disk_is_one_line(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert status_of(words) == 1
+    said = capsys.readouterr().err
+    assert said == (
+        "scan-registry: error: standard output cannot be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("words", CALLS)
+def test_a_pipe_that_nobody_reads_is_silent(
+    words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert status_of(words) == CLOSED_PIPE == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_output_of_many_pages_that_cannot_be_written_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the stream holds back: nothing is left for a last flush to fail at."""
+    monkeypatch.setattr(inspect, "run", lambda _: print("x" * 100_000))
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert status_of("inspect") == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_closed_output_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["inspect"]) == 1
+    assert capsys.readouterr().err.endswith("standard output cannot be written: it is closed\n")
+
+
+def test_an_error_that_is_not_the_outputs_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> int:
+        raise OSError("a defect")
+
+    monkeypatch.setattr(inspect, "run", fail)
+    with pytest.raises(OSError, match="a defect"):
+        main(["inspect"])
