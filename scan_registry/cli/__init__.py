@@ -49,6 +49,11 @@ COMMANDS: Mapping[str, str] = {
     "tune": "find the fastest variants on a GPU here, and use them from then on",
     "cache": "what was compiled and tuned here: list, clear, export",
 }
+#: Words in a command's place that stand for an option.
+_SPOKEN: Mapping[str, str] = {
+    "help": "the help of the command whose name follows, or this one",
+    "version": "this program's version",
+}
 
 
 def command(name: str) -> Command:
@@ -64,16 +69,21 @@ def parser(words: Sequence[str] | None = None) -> Parser:
         description="Ahead-of-time compiled GPU kernels for scans and recurrences: what is installed, "
         "and does it work here.",
     )
-    program.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    version = f"{PROGRAM} {__version__}"
+    program.add_argument("-V", "--version", action="version", version=version)
     commands = program.add_subparsers(dest="command", metavar="command", title="commands")
     assert isinstance(commands, Commands)
-    commands.summaries = COMMANDS
+    commands.summaries = {**COMMANDS, **_SPOKEN}
     called = None if words is None else next((word for word in words if word[:1] != "-"), "")
     for name in COMMANDS:
         if called in (None, name):
             command(name).add_parser(commands)
         else:
             commands.add_parser(name)
+    for name, purpose in _SPOKEN.items():
+        spoken = commands.add_parser(name, description=f"Shows {purpose}.")
+        if name == "help":
+            spoken.add_argument("words", nargs="*", metavar="command", help="such as cache list")
     return program
 
 
@@ -119,6 +129,7 @@ def _unwritten(reason: str) -> int:
 def _main(words: Sequence[str]) -> int:
     if "_ARGCOMPLETE" in os.environ:  # which a shell sets that asks how a line may go on
         _complete(os.environ.get("COMP_LINE", "").split()[1:])
+    words = _as_options(words)
     program = parser(words)
     args = program.parse_args(words)
     if args.command is None:
@@ -133,6 +144,14 @@ def _main(words: Sequence[str]) -> int:
             raise
         complain(f"{PROGRAM}: error: {error}")
         return 2
+
+
+def _as_options(words: Sequence[str]) -> Sequence[str]:
+    """The words with ``help cache list`` as ``cache list --help``, and ``version`` as ``--version``."""
+    first, rest = words[:1], words[1:]
+    if "help" in first:
+        return [*rest, "--help"]
+    return ["--version"] if "version" in first else words
 
 
 def _complete(words: Sequence[str]) -> None:

@@ -17,8 +17,9 @@ from scan_registry.cache.tuned import LocalTuning, tuned_cache, tuned_contents
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.catalog.providers import CORE
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.listing import arch_label, size_text
+from scan_registry.cli.listing import arch_label, not_there, size_text
 from scan_registry.cli.tables import new_table, say, screen, show
+from scan_registry.hardware.products import names
 from scan_registry.packaging.export import Cached, Choice, choose, contents, exported
 from scan_registry.packaging.package import Package
 from scan_registry.version import __version__
@@ -65,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="append",
         default=[],
         metavar="X",
-        help="such as sm90 or sm_103; may repeat; default: every one that is there",
+        help="such as sm90, sm_103 or H100; may repeat; default: every one that is there",
     )
     exported.add_argument(
         "--wheel", action="store_true", help="also write the wheel, into DIR/dist; nothing is built"
@@ -276,9 +277,8 @@ def _chosen(cache: Cache, archs: Sequence[str]) -> Choice:
         )
     there = dict.fromkeys(entry.archive.arch.label for entry in entries if entry.binary)
     for text in archs:
-        if arch_label(text) not in there:
-            accepted = ", ".join(there) or "none"
-            raise UsageError(f"--arch {text!r} is not in the cache; accepted are: {accepted}")
+        if (label := arch_label(text)) not in there:
+            raise UsageError(not_there("--arch", text, label, "in the cache", [*there], names()))
     wanted = {arch_label(text) for text in archs} or set(there)
     chosen = [e for e in entries if e.binary is None or e.archive.arch.label in wanted]
     choice = choose(chosen, catalogue().denied)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary
+from scan_registry.base.suggestion import suggestion
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli.errors import UsageError
+from scan_registry.cli.gpus import product_of
+from scan_registry.hardware.products import names
 from scan_registry.hardware.target import Target
 from scan_registry.ops.operator import SHORT_DTYPES
 
@@ -38,7 +41,7 @@ _EXAMPLES = {
     "kernel": "such as time_last_forward",
     "language": "cuda or triton",
     "dtype": "such as bfloat16",
-    "arch": "such as sm90, sm_90 or ptx80",
+    "arch": "such as sm90, sm_90, ptx80, or a GPU's name, such as H100",
 }
 
 
@@ -128,18 +131,42 @@ def _known(name: str, values: Sequence[str], listed: Sequence[Listed]) -> set[st
     for value in values:
         spelled = _SPELLED[name](value) if name in _SPELLED else value
         if spelled not in installed:
-            accepted = ", ".join(installed) or "none"
-            raise UsageError(f"--{name} {value!r} is not installed; accepted are: {accepted}")
+            also = names() if name == "arch" else ()
+            raise UsageError(
+                not_there(f"--{name}", value, spelled, "installed", [*installed], also)
+            )
         known.add(spelled)
     return known
 
 
+def not_there(
+    option: str,
+    value: str,
+    spelled: str,
+    where: str,
+    accepted: Sequence[str],
+    also: Sequence[str] = (),
+) -> str:
+    """The message about a value of an option that names nothing. ``spelled`` is what was looked for, and ``also`` has other
+    spellings that may be meant."""
+    meant = f" ({spelled})" if spelled != value else ""
+    guess = suggestion(value, [*accepted, *also])
+    words = f"{', '.join(accepted) or 'none'}{f'; {guess}' if guess else ''}"
+    return f"{option} {value!r}{meant} is not {where}; accepted are: {words}"
+
+
 def arch_label(text: str) -> str:
-    """``sm90`` for every spelling of it; what is no architecture stays, to be refused by name."""
+    """``sm90`` for every spelling of it, its compute capability, and the names of its GPUs; what is none of these stays,
+    to be refused by name."""
     try:
         return Target.parse(text).label
     except ValueError:
+        pass
+    try:
+        capability, _, _ = product_of(text)
+    except UsageError:
         return text
+    return Target(capability).label
 
 
 _LONG = {short: name for name, short in SHORT_DTYPES.items()}

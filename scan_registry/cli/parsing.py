@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from scan_registry.base.suggestion import suggestion
 from scan_registry.cli.streams import complain
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ else:
     _SubParsers = argparse._SubParsersAction
 
 PROGRAM = "scan-registry"
-_ALONE = ("-h", "--help", "--version")  # options that end the program
+_ALONE = ("-h", "--help", "-V", "--version")  # options that end the program
 
 
 class Parser(argparse.ArgumentParser):
@@ -100,13 +101,3 @@ class Commands(_SubParsers):
         if name in self.summaries:
             settings["help"] = self.summaries[name]
         return super().add_parser(name, **settings)
-
-
-def suggestion(word: str, accepted: Sequence[str]) -> str | None:
-    """``did you mean --kernel?``, or None if nothing is like the word."""
-    # Imported here, as only mistyped words need it.
-    from difflib import get_close_matches
-
-    shortened = [name for name in accepted if name.startswith(word)] if word.strip("-") else []
-    close = [*shortened, *get_close_matches(word, accepted, 1, 0.7)]
-    return f"did you mean {close[0]}?" if close else None

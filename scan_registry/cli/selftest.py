@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from scan_registry.base.suggestion import accepted_words
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.tables import by_reason, new_table, say, screen, show
 from scan_registry.ops.operator import DTYPES, operators
@@ -59,6 +60,13 @@ def add_parser(commands: Any) -> None:
         "the form of scan_registry/schemas/selftest.json.",
     )
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
+    parser.add_argument(
+        "--family",
+        action="append",
+        default=[],
+        metavar="X",
+        help="the name of its folder, such as gated_scan; may repeat; default: all",
+    )
     parser.add_argument("--dtype", metavar="X", help=f"one of {' '.join(DTYPES)}; default: all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -66,13 +74,18 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from scan_registry.kernels import families
+
     # A new process of torch draws other numbers. A self-test is to find a broken installation, not the one draw in a hundred
     # whose roundings add up beyond a tolerance.
     torch.manual_seed(0)
 
     device = _device(args.device)
     if args.dtype is not None and args.dtype not in DTYPES:
-        raise UsageError(f"--dtype is {args.dtype!r}; accepted are {', '.join(DTYPES)}")
+        raise UsageError(f"--dtype is {args.dtype!r}; {accepted_words(args.dtype, [*DTYPES])}")
+    for name in args.family:
+        if name not in families():
+            raise UsageError(f"--family is {name!r}; {accepted_words(name, [*families()])}")
     where = CPU if device.type == CPU else torch.cuda.get_device_name(device)
     skipped: dict[str, str] = {}
     threads = torch.get_num_threads()
@@ -81,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
             1
         )  # tensors are small: others would wait, and on a busy machine for long
     try:
-        results = _watched(device, DTYPES.get(args.dtype), skipped)
+        results = _watched(device, DTYPES.get(args.dtype), skipped, args.family)
     finally:
         torch.set_num_threads(threads)
     if args.json:
@@ -107,15 +120,17 @@ def _device(name: str | None) -> Any:
     return torch.device(name)
 
 
-def _watched(device: Any, dtype: str | None, skipped: dict[str, str]) -> list[Result]:
+def _watched(
+    device: Any, dtype: str | None, skipped: dict[str, str], names: Sequence[str]
+) -> list[Result]:
     """All results. If stderr is a terminal, a line there shows meanwhile what is being run."""
     from rich.console import Console
 
     console, results = Console(stderr=True, highlight=False), list[Result]()
     if not console.is_terminal:
-        return list(selftest(device, dtype, skipped))
+        return list(selftest(device, dtype, skipped, only=names))
     with console.status("selftest") as status:
-        for result in selftest(device, dtype, skipped, status.update):
+        for result in selftest(device, dtype, skipped, status.update, names):
             results.append(result)
     return results
 
@@ -125,8 +140,10 @@ def selftest(
     dtype: str | None = None,
     skipped: dict[str, str] | None = None,
     tell: Callable[[str], object] = lambda _: None,
+    only: Sequence[str] = (),
 ) -> Iterator[Result]:
-    """Results for every kernel, language and dtype, or that one, on a torch device.
+    """Results for every kernel, language and dtype, or that one, on a torch device; of all families, or of those that
+    ``only`` names.
 
     What is not run goes into ``skipped``, with the reason; ``tell`` hears what is about to be run.
     """
@@ -136,7 +153,9 @@ def selftest(
     for number, family in enumerate(families().values(), 1):
         start = f"selftest: {family.name}, family {number} of {len(families())}"
         progress = partial(_tell_dtype, tell, start)
-        if not (family.folder / "cases.py").is_file():
+        if only and family.name not in only:
+            left_out[family.name] = f"only {' and '.join(only)} was asked for"
+        elif not (family.folder / "cases.py").is_file():
             left_out[family.name] = "it has no cases.py, which makes problems and their references"
         elif device.type == CPU:
             yield from _on_cpu(family, dtype, left_out, progress)

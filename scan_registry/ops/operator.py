@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from scan_registry import kernels
+from scan_registry.base.suggestion import accepted_words
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.model import Problem
 
@@ -167,7 +168,7 @@ def operator_of(case: Case) -> Operator:
 def known(name: str, value: str, accepted: Sequence[str]) -> str:
     """The value of an option that takes one of several words; ``ValueError`` for anything else."""
     if value not in accepted:
-        raise ValueError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
+        raise ValueError(f"{name} is {value!r}; {accepted_words(value, accepted)}")
     return value
 
 

@@ -15,6 +15,7 @@ from counting import calls_of
 from scan_registry.cli import COMMANDS, command, main, parser
 from scan_registry.cli import inspect as inspect_command
 from scan_registry.cli.errors import INTERRUPTED
+from scan_registry.cli.listing import arch_label
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,11 +47,59 @@ def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         (["bench", "--bss", "4", "rnn"], "bench has no option --bss; did you mean --bs?"),
         (["inspect", "-x"], "inspect has no option -x."),
         (["inspect", "more"], "'more' is one word too many."),
+        (["hepl"], "no command 'hepl'; did you mean help?"),
+        (["help", "doktor"], "no command 'doktor'; did you mean doctor?"),
         (["--vers"], "scan-registry has no option --vers; did you mean --version?"),
     ],
 )
 def test_what_is_unknown_gets_a_suggestion(capsys: Capture, words: list[str], said: str) -> None:
     assert said in error(capsys, *words)
+
+
+def printed(capsys: Capture, *words: str) -> str:
+    """What a call prints that ends the program by itself."""
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    caught = capsys.readouterr()
+    assert (left.value.code, caught.err) == (0, "")
+    return caught.out
+
+
+def test_help_and_version_are_words_as_well_as_options(capsys: Capture) -> None:
+    for words in (["version"], ["-V"]):
+        assert printed(capsys, *words) == printed(capsys, "--version")
+    for words in ([], ["inspect"], ["cache", "list"]):
+        assert printed(capsys, "help", *words) == printed(capsys, *words, "--help")
+
+
+def refused(capsys: Capture, *words: str) -> str:
+    """What a call prints whose command refuses an argument: one line."""
+    assert main(words) == 2
+    caught = capsys.readouterr()
+    assert (caught.out, caught.err.count("\n")) == ("", 1)
+    return caught.err
+
+
+def test_mistyped_values_get_a_suggestion(capsys: Capture) -> None:
+    for words, said in (
+        (["inspect", "--family", "gated_scn"], "; did you mean gated_scan?"),
+        (["inspect", "--arch", "sm900"], "; did you mean sm90?"),
+        (["verify", "--arch", "H10O"], "; did you mean H100?"),
+        (["selftest", "--family", "lin"], "; did you mean linear_scan?"),
+        (
+            ["explain", "linar_scan", "--dtype", "bf16", "--shape", "1"],
+            "; did you mean linear_scan?",
+        ),
+    ):
+        assert refused(capsys, *words).endswith(f"{said}\n")
+
+
+def test_an_architecture_may_be_named_by_its_gpu(capsys: Capture) -> None:
+    for name in ("H100", "h200", "NVIDIA H100 80GB HBM3", "9.0", "sm_90", "sm90"):
+        assert arch_label(name) == "sm90"
+    assert arch_label("RTX 4090") == arch_label("rtx4090") == "sm89"
+    assert arch_label("H1000") == "H1000"
+    assert "--arch 'T4' (sm75) is not installed" in refused(capsys, "inspect", "--arch", "T4")
 
 
 @pytest.mark.parametrize("words", [["inspect", "--kern", "x"], ["verify", "--re"]])

@@ -112,6 +112,13 @@ def test_what_it_is_doing_is_told() -> None:
     assert messages[-1] == f"selftest: linear_scan, family {place} of {len(families())}, float64"
 
 
+def test_it_may_be_of_one_family(capsys: Capture) -> None:
+    assert main(["selftest", "--device", "cpu", "--family", "roofline"]) == 1  # nothing runs
+    printed = capsys.readouterr().out
+    assert "only roofline was asked for" in printed
+    assert "roofline: no function calls it" in printed
+
+
 def test_what_wheels_do_not_hold_is_skipped() -> None:
     family, skipped = families()["gated_scan"], dict[str, str]()
     target = Target.parse("sm_90")
