@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from scan_registry.catalog.inventory import catalogue
@@ -28,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "be meant. The JSON document is described by scan_registry/schemas/explain.json.",
     )
     by_name = operators()
-    parser.add_argument("operator", help=f"one of {', '.join(by_name)}")
+    parser.add_argument("operator", help=f"one of {', '.join([*by_name, *_others()])}")
     parser.add_argument("--dtype", required=True, metavar="X", help=" ".join(DTYPES))
     shapes = "; ".join(f"for {operator.name} {operator.shape}" for operator in by_name.values())
     parser.add_argument("--shape", required=True, metavar="N,N,…", help=shapes)
@@ -58,6 +59,29 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
+def _others() -> dict[str, tuple[Operator, Mapping[str, str]]]:
+    """Functions whose calls are calls of an operator with some options, by name."""
+    return {
+        name: (operator, options)
+        for operator in operators().values()
+        for name, options in operator.others.items()
+    }
+
+
+def _operator(args: argparse.Namespace) -> Operator:
+    """The operator that was named. Options that the name stands for are put into ``args``."""
+    by_name, others = operators(), _others()
+    name = known("operator", args.operator, [*by_name, *others])
+    if name in by_name:
+        return by_name[name]
+    operator, options = others[name]
+    for option, value in options.items():
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option} is no option of {name}")
+        setattr(args, option, value)
+    return operator
+
+
 def _options() -> dict[str, tuple[Option, dict[str, str]]]:
     """The options of operators, and which operators have each. If several have the same option, the first one
     declares it."""
@@ -77,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             "`scan-registry doctor` shows what each kernel gets"
         )
     try:
-        operator = operators()[known("operator", args.operator, [*operators()])]
+        operator = _operator(args)
         dtype = DTYPES[known("--dtype", args.dtype, [*DTYPES])]
         known("--backend", args.backend, operator.backends)
         if args.require is not None:

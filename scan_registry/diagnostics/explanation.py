@@ -22,7 +22,7 @@ from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import PLAIN_TORCH, Launch
-from scan_registry.ops.operator import KernelCall, Operator, operators
+from scan_registry.ops.operator import KernelCall, Operator, called_by, operators
 
 _LABEL = 11  # columns before the text of a line
 _EMPTY = "nothing runs: the tensors are empty"
@@ -185,7 +185,8 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """The decision for ``operator(*args, **kwargs)``, which is not run.
 
     Args:
-        operator: a public operator, a function of ``scan_registry`` that runs kernels.
+        operator: a public operator, a function of ``scan_registry`` that runs kernels; also a function of one kind of
+            ``gated_scan``, such as ``min_gru``.
         args, kwargs: what it would be called with. The tensors' device decides; a derivative counts
             where a tensor requires one.
 
@@ -200,10 +201,9 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """
     from scan_registry.runtime.loader import system
 
-    known = operators()
-    explained = next((op for op in known.values() if op.function is operator), None)
-    if explained is None:
-        raise TypeError(f"{operator!r} cannot be explained; accepted are {', '.join(known)}")
+    explained, name = called_by(operator)
+    if name != explained.name:
+        args, kwargs = explained.call_of(name, args, kwargs)
     calls, device = _described(explained, args, kwargs)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")

@@ -11,6 +11,7 @@ import importlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from scan_registry import kernels
@@ -75,6 +76,8 @@ class Operator(Protocol):
 
     shape         what ``--shape`` means, in words
     options       of ``explain``, beside dtype, shape and backend
+    others        further public functions whose calls are calls of the operator, by name, each with the options of ``explain``
+                  that it stands for
     backends      that the function accepts
     tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
                   where the kernels are never tuned
@@ -85,6 +88,7 @@ class Operator(Protocol):
     name: str
     shape: str
     options: tuple[Option, ...] = ()
+    others: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     backends: tuple[str, ...] = BACKENDS
     tuned_shapes: tuple[str, ...] = ()
     tuned_dtypes: tuple[str, ...] = ()
@@ -110,6 +114,13 @@ class Operator(Protocol):
         a tensor requires one. Nothing is computed; it raises what the call would."""
         calls: Mapping[str, KernelCall] = self._module.describe(*args, **kwargs)
         return calls
+
+    def call_of(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of ``function`` for a call of one of the ``others``."""
+        missing = f"{name} is no other function of {self.name}"
+        raise NotImplementedError(missing)
 
     def on_gpu(self, call: KernelCall, gpu: Device) -> KernelCall:
         """A part of a described call as it is on this GPU, where the tensors are not."""
@@ -158,6 +169,24 @@ def operators() -> dict[str, Operator]:
     modules = (importlib.import_module(f"{kernels.__name__}.{name}.op.operator") for name in names)
     ordered = sorted((module.OPERATOR for module in modules), key=lambda op: (op.order, op.name))
     return {operator.name: operator for operator in ordered}
+
+
+def called_by(function: Any) -> tuple[Operator, str]:
+    """The operator that calls of a public function are calls of, and the function's name; ``TypeError`` if there is none."""
+    known = operators()
+    for operator in known.values():
+        if operator.function is function:
+            return operator, operator.name
+        for name in operator.others:
+            if getattr(importlib.import_module(kernels.public()[name]), name) is function:
+                return operator, name
+    accepted = ", ".join([*known, *(name for op in known.values() for name in op.others)])
+    if isinstance(getattr(function, "forward", None), MethodType):
+        raise TypeError(
+            f"{type(function).__name__} is a module, and explain takes a function and the arguments of its call, such as "
+            f"explain(scan_registry.linear_scan, gates, tokens); accepted are {accepted}"
+        )
+    raise TypeError(f"{function!r} cannot be explained; accepted are {accepted}")
 
 
 def operator_of(case: Case) -> Operator:

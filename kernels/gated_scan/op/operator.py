@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from scan_registry.kernels.gated_scan import PUBLIC
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.ops.operator import (
     PASSES,
@@ -33,6 +35,7 @@ class GatedScan(Operator):
 
     name = "gated_scan"
     shape = "batch, channels and time"
+    others = {name: {"kind": name} for name in PUBLIC if name in KINDS}  # noqa: RUF012  # as options
     options = (
         Option(
             "--kind",
@@ -81,6 +84,23 @@ class GatedScan(Operator):
             )
         with torch.no_grad():
             return describe(arguments, options, wanted)
+
+    def call_of(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        from scan_registry.kernels.gated_scan.op import kinds
+        from scan_registry.kernels.gated_scan.op.arguments import channel_values, with_activation
+
+        bound = signature(getattr(kinds, name)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        values, kind = dict(bound.arguments), KINDS[name]
+        inputs = [values.pop(of) for of in kind.inputs]
+        parameters = [
+            channel_values(of, values.pop(of), inputs[0], values["dim"]) for of in kind.parameters
+        ]
+        if "activation" in values:
+            name = with_activation(name, values.pop("activation"))
+        return (name, *inputs, *parameters), values
 
     def family_of(self, call: KernelCall) -> str:
         from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems

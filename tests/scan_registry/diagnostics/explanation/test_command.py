@@ -255,3 +255,43 @@ def test_levels_concern_gpus_alone() -> None:
         scan_registry.linear_scan(tensor, tensor)
         assert scan_registry.explain(scan_registry.linear_scan, tensor, tensor).runs
         assert explained(System(None)).runs
+
+
+# --- Functions that are kinds of an operator --------------------------------------------------
+
+
+def test_a_kind_may_be_named_by_its_function(capsys: Capture) -> None:
+    how = ("--dtype", "fp32", "--shape", "2,8,64", "--device", "cpu")
+    for name in ("min_gru", "hgrn"):
+        assert main(["explain", name, *how]) == 0
+        printed = capsys.readouterr().out
+        assert main(["explain", "gated_scan", "--kind", name, *how]) == 0
+        assert capsys.readouterr().out == printed
+    assert main(["explain", "min_gru", "--kind", "hgrn", *how]) == 2
+    assert "--kind is no option of min_gru" in capsys.readouterr().err
+
+
+def test_functions_of_kinds_are_explained() -> None:
+    x, channels = torch.rand(2, 8, 64, requires_grad=True), torch.rand(8)
+    explain, as_text = scan_registry.explain, str
+    for function, inputs, options, kind in (
+        (scan_registry.min_gru, (x, x), {}, "min_gru"),
+        (scan_registry.min_gru, (x, x), {"activation": "identity"}, "min_gru_identity"),
+        (scan_registry.min_lstm, (x, x, x), {"reverse": True}, "min_lstm"),
+        (scan_registry.rg_lru, (x, x, x, channels), {}, "rg_lru"),
+    ):
+        shared = {name: value for name, value in options.items() if name != "activation"}
+        expected = explain(scan_registry.gated_scan, kind, *inputs, **shared)
+        assert as_text(explain(function, *inputs, **options)) == as_text(expected)
+    assert len(explain(scan_registry.hgrn, x, x, lower_bound=0.5).steps) == 2
+    with pytest.raises(TypeError, match="missing a required argument: 'hidden'"):
+        explain(scan_registry.min_gru, x)
+
+
+def test_a_module_is_told_what_is_explained() -> None:
+    with pytest.raises(
+        TypeError, match="MinGRU is a module, and explain takes a function"
+    ) as error:
+        scan_registry.explain(scan_registry.nn.MinGRU(4), torch.rand(1, 2, 4))
+    assert "gated_scan" in str(error.value)
+    assert "min_lstm" in str(error.value)
