@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from scan_registry.dispatch import policy
 from scan_registry.hardware._launcher import FastLaunch, FastPath
 from scan_registry.ops.launching import facts_of, plan_cache
+from scan_registry.runtime import call_log
 
 #: A function of whether autograd records the call, the tensors and the options. It returns a function of the tensors or a
 #: launch from C; None if the call does not take this path. It raises for arguments that are not accepted.
@@ -112,17 +113,30 @@ def wants_gradient(*tensors: Tensor | None) -> bool:
 
 def fast_path(plan: Planner) -> Path:
     """The path of calls that ``plan`` makes plans of. Whether anything watches, as ``unwatched`` says, is left to the caller."""
+    planner = _logged(plan)
     if _exchange is None:
-        return _PathInPython(plan).run
+        return _PathInPython(planner).run
     return FastPath(
         types=PLAIN_TYPES,
         tensor=torch._C.TensorBase,
         exchange=_exchange,
         observers=OBSERVERS,
         choice=_required,
-        plan=plan,
+        plan=planner,
         tracking=_enabled,
     ).run
+
+
+def _logged(plan: Planner) -> Planner:
+    """The function, which also writes to the log if that is asked for."""
+
+    def planner(recorded: bool, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        planned = plan(recorded, tensors, options)
+        if call_log.ON and planned is not None:
+            call_log.tell_plan(plan, tensors, options)
+        return planned
+
+    return planner
 
 
 class _PathInPython:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch import policy
+from scan_registry.runtime import call_log
 
 MOST_PLANS = 4096
 
@@ -52,6 +53,8 @@ class PlanCache:
         if plan is None:
             plan = make(*tensors, *options)
             self.keep(key, plan)
+            if call_log.ON:
+                call_log.tell_plan(make, tensors, options)
         return plan
 
     def get(self, key: tuple[Any, ...], default: Any = None) -> Any:

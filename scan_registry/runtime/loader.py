@@ -39,7 +39,7 @@ from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 from scan_registry.kernels.model import Launch as LaunchShape
-from scan_registry.runtime import jit
+from scan_registry.runtime import call_log, jit
 
 
 class UnfitError(Exception):
@@ -197,6 +197,7 @@ def prepare(
                 _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
             winner = decision.taken()
             if ordinal is None or winner.variant is None:
+                _log(decision)
                 return Plan(decision, ordinal)
             try:
                 binary, function = _load_winner(ordinal, decision, winner)
@@ -204,9 +205,16 @@ def prepare(
                 _failed.setdefault(ordinal, {})[winner.key] = str(error)
                 continue
             try:
-                return _plan(ordinal, decision, binary, function)
+                plan = _plan(ordinal, decision, binary, function)
+                _log(decision)
+                return plan
             except (OverflowError, ValueError) as error:  # no launch can have these numbers
                 _failed_problems.setdefault((ordinal, problem), {})[winner.key] = str(error)
+
+
+def _log(decision: Decision) -> None:
+    if call_log.ON:
+        call_log.tell_decision(decision)
 
 
 def prepare_first(
