@@ -20,6 +20,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from scan_registry.base.suggestion import accepted_words
+
 __all__ = ["install", "uninstall"]
 
 
@@ -82,6 +84,7 @@ def install(*packages: str) -> None:
         *packages: ``"mamba_ssm"``, ``"causal_conv1d"``, ``"recurrent_gemma"``.
 
     Raises:
+        TypeError: the names are in a list or another collection.
         ValueError: no package is named, or one that there is no such stand-in for.
         ImportError: a package of this name is importable already, which is not replaced; or transformers is not
             installed, or its RecurrentGemma is not as expected. Nothing is installed then.
@@ -155,9 +158,15 @@ def uninstall(*packages: str) -> None:
 def _known(packages: Iterable[Any]) -> list[str]:
     names = [*packages]
     for name in names:
+        if isinstance(name, (list, tuple, set, frozenset)):
+            one_by_one = ", ".join(map(repr, name))
+            raise TypeError(
+                f"{name!r} is a {type(name).__name__}; pass the names one by one: {one_by_one}"
+            )
         if not isinstance(name, str) or name not in (*STAND_INS, *MODELS):
+            words = accepted_words(str(name).replace("-", "_").lower(), (*STAND_INS, *MODELS))
             raise ValueError(
-                f"{name!r} is not what install takes; accepted are {', '.join((*STAND_INS, *MODELS))}. "
+                f"{name!r} is not what install takes; {words}{'' if words.endswith('?') else '.'} "
                 "Stand-ins for other packages are modules of scan_registry.compat, to be imported from there"
             )
     return [*dict.fromkeys(names)]

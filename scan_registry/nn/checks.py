@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 _DTYPES = ", ".join(map(str, ACCEPTED))
 
 
+class DtypeError(TypeError, ValueError):
+    """A wrong dtype of an input. It is a ``TypeError``, as in all of this package, and a ``ValueError``, as torch.nn's."""
+
+
+class StateDtypeError(TypeError, RuntimeError):
+    """A wrong dtype of a state. It is a ``TypeError``, as in all of this package, and a ``RuntimeError``, as torch.nn's."""
+
+
 # --- Constructors -----------------------------------------------------------------------------
 
 
@@ -88,7 +96,7 @@ def check_input(module: Recurrent[Any], x: Any, packed: bool = False) -> None:
     weight: Any = module.weight_ih_l0
     if not _go_together(x, weight):
         module_too = f", or the module: module.to({x.dtype})" if x.dtype in ACCEPTED else ""
-        raise ValueError(
+        raise DtypeError(
             f"{name}: Expected {what} of dtype {weight.dtype}, as the parameters are, got {x.dtype}. "
             f"Convert the input: input.to({weight.dtype}){module_too}"
         )
@@ -121,7 +129,7 @@ def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) ->
         name = type(module).__name__
         raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
     reset_checks.check_reset(
-        module, reset, x, dtype_error=ValueError, size_error=RuntimeError
+        module, reset, x, dtype_error=DtypeError, size_error=RuntimeError
     )  # as torch.nn's for input and hx
 
 
@@ -213,7 +221,7 @@ def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: 
     if tuple(state.shape) != size:
         raise RuntimeError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
     if not _go_together(state, x):
-        raise RuntimeError(
+        raise StateDtypeError(
             f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
         )
     if state.device != x.device:

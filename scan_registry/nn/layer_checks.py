@@ -48,7 +48,9 @@ def check_bools(**flags: Any) -> None:
 def check_positive(**values: Any) -> None:
     """Refuse what is no finite number above 0."""
     for name, number in values.items():
-        if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
+        if not isinstance(number, numbers.Real):
+            raise TypeError(f"{name} should be a number above 0, got: {number!r}")
+        if not math.isfinite(number) or number <= 0:
             raise ValueError(f"{name} should be a number above 0, got: {number!r}")
 
 

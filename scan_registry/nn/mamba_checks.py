@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from scan_registry.base.symbols import surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
 from scan_registry.nn.submodules import weights_of
-from scan_registry.ops.checks import refuse_expanded, refuse_layout
+from scan_registry.ops.checks import as_index, refuse_expanded, refuse_layout
 
 if TYPE_CHECKING:
     from scan_registry.nn.mamba_states import GeneratingBlock
@@ -31,7 +32,9 @@ def check_sizes(
     for name, size in sizes.items():
         check_size(name, size)
     for name, number in numbers_.items():
-        if not isinstance(number, numbers.Real) or not math.isfinite(number) or number <= 0:
+        if not isinstance(number, numbers.Real):
+            raise TypeError(f"{name} should be a number above 0, got: {number!r}")
+        if not math.isfinite(number) or number <= 0:
             raise ValueError(f"{name} should be a number above 0, got: {number!r}")
     if int(numbers_["expand"] * sizes["d_model"]) < 1:
         raise ValueError(
@@ -79,6 +82,16 @@ def check_options(least: float, most: float, **flags: Any) -> None:
         raise ValueError(f"dt_min should be at most dt_max, got: {least!r} and {most!r}")
 
 
+def check_cache(module: nn.Module, batch_size: Any, max_seqlen: Any, dtype: Any) -> None:
+    """Refuse numbers of sequences and steps that cannot be, and dtypes that states cannot have."""
+    name = type(module).__name__
+    for what, value in (("batch_size", batch_size), ("max_seqlen", max_seqlen)):
+        if surely(as_index(what, value) < 0):
+            raise ValueError(f"{name}: Expected {what} of 0 or more, got {value}")
+    if dtype is not None and dtype not in DTYPES:
+        raise TypeError(f"{name}: Expected dtype to be one of {_DTYPES}, got {dtype!r}")
+
+
 def check_hidden(module: GeneratingBlock, x: Any, what: str = "hidden_states") -> None:
     """Refuse an input that does not go with the module's parameters."""
     name, weights = type(module).__name__, weights_of(module.in_proj)
@@ -117,11 +130,11 @@ def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:
     expected = None if weight is None or weight.dtype not in DTYPES else weight.dtype
     if expected is None:
         if not x.is_floating_point():
-            raise ValueError(f"{name}: Expected {what} of a floating-point dtype, got {x.dtype}")
+            raise TypeError(f"{name}: Expected {what} of a floating-point dtype, got {x.dtype}")
     elif x.dtype != expected and not (
         torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
     ):
-        raise ValueError(
+        raise TypeError(
             f"{name}: Expected {what} of dtype {expected}, as the parameters are, got {x.dtype}. "
             f"Convert the input: {what}.to({expected})"
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scan_registry.nn.exports import Exports
-from scan_registry.nn.mamba_checks import DTYPES, as_pair, check_hidden, check_states
+from scan_registry.nn.mamba_checks import DTYPES, as_pair, check_cache, check_hidden, check_states
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend
@@ -84,7 +84,11 @@ class GeneratingBlock(Exports):
         Returns:
             Zeros: of ``Mamba`` (batch_size, channels, d_conv) and (batch_size, channels, d_state), of ``Mamba2``
             (batch_size, d_ssm + 2·ngroups·d_state, d_conv) and (batch_size, heads, headdim, d_state).
+
+        Raises:
+            TypeError, ValueError: an argument is not as described.
         """
+        check_cache(self, batch_size, max_seqlen, dtype)
         own_dtype = self.parameters_dtype
         wide = torch.float64 if own_dtype == torch.float64 else torch.float32
         device = self.A_log.device if device is None else device

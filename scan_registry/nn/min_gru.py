@@ -28,6 +28,20 @@ if TYPE_CHECKING:
 Activation = Literal["positive", "identity"]
 
 
+#: Whole numbers above it are taken for sizes.
+_MOST_FACTOR = 8
+
+
+def _check_factor(name: str, dim: int, factor: float) -> None:
+    """Refuse what is likely to be meant as a size, such as that of torch.nn.GRU's second argument."""
+    if isinstance(factor, int) and factor > _MOST_FACTOR:
+        raise ValueError(
+            f"expansion_factor is a factor, and {name}({dim}, {factor}) would have {dim * factor} channels. For {factor} "
+            f"channels pass {name}({dim}, expansion_factor={factor / dim:g}), and for {dim * factor} "
+            f"{name}({dim}, expansion_factor={float(factor)})"
+        )
+
+
 class _Minimal(ScanLayer):
     """What both have: one projection to all that the scan takes, and one back."""
 
@@ -49,6 +63,7 @@ class _Minimal(ScanLayer):
     ) -> None:
         check_sizes(dim=dim)
         check_positive(expansion_factor=expansion_factor)
+        _check_factor(type(self).__name__, dim, expansion_factor)
         check_choice("activation", activation, ("positive", "identity"))
         channels = int(dim * expansion_factor)
         if channels < 1:
@@ -186,7 +201,8 @@ class MinGRU(_Minimal):
 
     Args:
         dim: features of the input and of the output.
-        expansion_factor: a state has ``int(dim * expansion_factor)`` channels.
+        expansion_factor: a state has ``int(dim * expansion_factor)`` channels. An integer above 8 is refused, as it is
+            likely to be meant as a size; a float is not.
         proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
         activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
             form.
@@ -212,7 +228,8 @@ class MinLSTM(_Minimal):
 
     Args:
         dim: features of the input and of the output.
-        expansion_factor: a state has ``int(dim * expansion_factor)`` channels.
+        expansion_factor: a state has ``int(dim * expansion_factor)`` channels. An integer above 8 is refused, as it is
+            likely to be meant as a size; a float is not.
         proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
         activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
             form.

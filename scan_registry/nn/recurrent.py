@@ -139,7 +139,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
             ValueError: ``input`` has neither 2 nor 3 dimensions, a dtype is not the parameters', or
                 ``reset_hx`` is given without ``reset``.
             RuntimeError: another size is not as described, or devices differ. These are the types that
-                torch.nn raises.
+                torch.nn raises. The error about a dtype is a ``TypeError``, too.
         """
         tried = type(input) is Tensor and self.num_layers == 1 and reset_hx is None
         tried = tried and not self.proj_size

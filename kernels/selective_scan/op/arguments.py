@@ -145,12 +145,26 @@ def _check_dtypes(present: dict[str, Tensor]) -> None:
         if value.dtype not in (ACCEPTED if not may_be_complex else (*ACCEPTED, *_COMPLEX)):
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
             beside = " and complex64" if may_be_complex else ""
-            raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}{beside}")
+            why = _why_real(name, value, present["A"])
+            raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}{beside}{why}")
         if value.dtype in _WIDE and present["u"].dtype != torch.float64:
             raise TypeError(
                 f"{name} has dtype {value.dtype}, u {present['u'].dtype}; float64 and complex128 do not mix with "
                 "narrower dtypes"
             )
+
+
+def _why_real(name: str, value: Tensor, A: Tensor) -> str:
+    """What a message says beside about a complex tensor where real ones are accepted."""
+    if not value.is_complex() or name not in ("B", "C", "initial_state"):
+        return ""
+    if A.is_complex():
+        return (
+            f": with complex A, {name} that changes with time is real, real and imaginary parts side by side, so pass "
+            f"torch.view_as_real({name}).flatten(-2)"
+        )
+    may_be = name if name == "initial_state" else f"{name} of shape (channels, states)"
+    return f", as A is real ({A.dtype}); {may_be} may be complex where A is"
 
 
 def _check_shapes(present: dict[str, Tensor], cu_seqlens: Tensor | None) -> None:
@@ -199,8 +213,9 @@ def _check_projection(name: str, shape: tuple[int, ...], u: Tensor, A: Tensor) -
     else:
         fits = shape == ((channels, states) if len(shape) == 2 else (batch, states, length))
     if not fits:
+        twice = f"; as A is complex, {2 * time} are real and imaginary parts of {time} steps"
         raise ValueError(
             f"{name} has shape {shape}; for u of shape {tuple(u.shape)} and {states} states it must be "
             f"{(channels, states)}, {(batch, states, length)} or ({batch}, groups, {states}, {length}) with "
-            f"groups that divide {channels}"
+            f"groups that divide {channels}{twice if A.is_complex() else ''}"
         )

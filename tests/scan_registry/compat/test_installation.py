@@ -182,14 +182,23 @@ def test_an_original_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyP
         del sys.modules["mamba_ssm"]
 
 
-@pytest.mark.parametrize("names", [("torch",), ("flashrnn",), ("mamba-ssm",), (["x"],), ()])
+@pytest.mark.parametrize("names", [("torch",), ("flashrnn",), ("mamba-ssm",), (7,), ()])
 def test_other_names_are_refused(names: tuple[Any, ...]) -> None:
     message = "accepted are .*mamba_ssm.*" if names else "mamba_ssm"
     with pytest.raises(ValueError, match=message):
         compat.install(*names)
     if names:
-        with pytest.raises(ValueError, match=names[0][0]):
+        with pytest.raises(ValueError, match=repr(names[0])):
             compat.uninstall(*names)
+
+
+def test_what_is_meant_is_suggested() -> None:
+    with pytest.raises(ValueError, match=r"'mamba-ssm' is not .*; did you mean mamba_ssm\? Stand"):
+        compat.install("mamba-ssm")
+    for names in (["mamba_ssm", "causal_conv1d"], ("mamba_ssm", "causal_conv1d")):
+        for call in (compat.install, compat.uninstall):
+            with pytest.raises(TypeError, match="pass the names one by one: 'mamba_ssm', 'causal"):
+                call(names)  # type: ignore[arg-type]
 
 
 def test_a_model_that_looked_before_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,13 +134,13 @@ def test_repr_says_all_that_is_not_the_default() -> None:
         ([1], TypeError, "Expected input to be a Tensor or a PackedSequence, got list"),
         (torch.randn(5), ValueError, "Expected input to be 2D or 3D, got 1D instead"),
         (X[..., :4], RuntimeError, r"Expected input.size\(-1\) to be input_size, 5, got 4"),
-        (X.double(), ValueError, r"input.to\(torch.float32\), or the module: module.to\(torch.float64\)"),
+        (X.double(), TypeError, r"input.to\(torch.float32\), or the module: module.to\(torch.float64\)"),
         (X.long(), ValueError, r"got torch.int64. Convert the input: input.to\(torch.float32\)$"),
         (X.to("meta"), RuntimeError, "got input on meta and parameters on cpu"),
         (X.to_sparse(), TypeError, r"input is sparse; .* input.to_dense\(\)"),
         (X.to_mkldnn(), TypeError, r"input is in oneDNN's layout; .* input.to_dense\(\)"),
         (pack_sequence([torch.randn(4, 4)]), RuntimeError, r"input.data.size\(-1\) to be input_size, 5, got 4"),
-        (pack_sequence([torch.randn(4, 5).double()]), ValueError, "Expected input.data of dtype torch.float32"),
+        (pack_sequence([torch.randn(4, 5).double()]), TypeError, "Expected input.data of dtype torch.float32"),
         (pack_sequence([torch.randn(4, 2, 5)]), RuntimeError, "Expected input.data to be 2D, got 3D"),
     ],
 )  # fmt: skip
@@ -148,6 +148,21 @@ def test_wrong_inputs_are_named(kind: str, x: Any, error: type[Exception], words
     with pytest.raises(error, match=words) as caught:
         getattr(nn, kind)(5, 6)(x)
     assert kind in str(caught.value) or "so pass" in str(caught.value)
+
+
+def test_a_wrong_dtype_is_a_type_error_and_as_torch_has_it() -> None:
+    """``TypeError``, as functions raise, and what torch.nn raises in its place."""
+    module, torchs = nn.LSTM(5, 6), torch.nn.LSTM(5, 6)
+    for kind in (TypeError, ValueError):
+        with pytest.raises(kind, match="Expected input of dtype"):
+            module(X.double())
+        with pytest.raises(kind, match="Expected reset of dtype"):
+            module(X, reset=torch.zeros(X.shape[:2]))
+    with pytest.raises(ValueError, match="dtype"):
+        torchs(X.double())
+    for kind in (TypeError, RuntimeError):
+        with pytest.raises(kind, match=r"Expected hx\[0\] .* of the input's dtype"):
+            module(X, (H.double(), H))
 
 
 def test_what_is_said_of_jagged_inputs_runs() -> None:

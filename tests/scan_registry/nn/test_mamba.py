@@ -167,6 +167,28 @@ def test_derivatives_end_at_states() -> None:
     torch.testing.assert_close(result[:, 8:], whole[:, 8:])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ((-1, 5), ValueError, "Expected batch_size of 0 or more, got -1"),
+        ((2, -5), ValueError, "Expected max_seqlen of 0 or more, got -5"),
+        ((2.5, 5), TypeError, "batch_size is 2.5; it must be an int"),
+        ((2, None), TypeError, "max_seqlen is None; it must be an int"),
+        (
+            (2, 5, torch.int32),
+            TypeError,
+            "Expected dtype to be one of torch.float32, .* got torch.int32",
+        ),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(
+    arguments: tuple[Any, ...], error: type[Exception], words: str
+) -> None:
+    for block in (nn.Mamba(8), nn.Mamba2(16, headdim=16)):
+        with pytest.raises(error, match=words):
+            block.allocate_inference_cache(*arguments)
+
+
 def test_the_caches_dtypes() -> None:
     m = nn.Mamba(8, dtype=torch.bfloat16)
     assert [s.dtype for s in m.allocate_inference_cache(1, 1)] == [torch.bfloat16, torch.float32]
@@ -205,7 +227,7 @@ def test_a_step_of_float64_parameters() -> None:
         (lambda m, x, c, s: m(x, PARAMS, states=(c, s)), ValueError, "or states, got both"),
         (lambda m, x, c, s: m(x[0]), ValueError, r"of size \(batch, time, 8\), got \(1, 8\)"),
         (lambda m, x, c, s: m([1.0]), TypeError, "hidden_states to be a Tensor, got list"),
-        (lambda m, x, c, s: m(x.double()), ValueError, "of dtype torch.float32, as the parameters"),
+        (lambda m, x, c, s: m(x.double()), TypeError, "of dtype torch.float32, as the parameters"),
         (lambda m, x, c, s: m(x.to("meta")), ValueError, "on one device"),
     ],
 )  # fmt: skip

@@ -251,7 +251,7 @@ def test_constructors_refuse(options: dict[str, Any], error: type[Exception], wo
         ({"u": torch.zeros(3, 8)}, ValueError, r"u of size \(batch, time, 8\), got \(3, 8\)"),
         (
             {"u": torch.zeros(2, 3, 8).float()},
-            ValueError,
+            TypeError,
             "of dtype torch.float64, as the parameters",
         ),
         ({"seqlen": True}, TypeError, "Expected seqlen of type int, got bool"),

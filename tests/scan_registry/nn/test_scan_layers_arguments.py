@@ -66,6 +66,9 @@ NEEDED: dict[Any, dict[str, Any]] = {
         (nn.MinGRU, {"expansion_factor": 0.1}, ValueError, "dim [*] expansion_factor must be 1"),
         (nn.MinGRU, {"expansion_factor": 2, "proj_out": False}, ValueError, "proj_out should be"),
         (nn.MinGRU, {"proj_out": "no"}, TypeError, "proj_out should be of type bool, got: 'no'"),
+        (nn.MinGRU, {"expansion_factor": "2"}, TypeError, "should be a number above 0, got: '2'"),
+        (nn.MinGRU, {"expansion_factor": 32}, ValueError, "For 32 channels pass MinGRU"),
+        (nn.Mamba, {"expand": "2"}, TypeError, "expand should be a number above 0, got: '2'"),
         (nn.MinLSTM, {"expansion_factor": -1}, ValueError, "should be a number above 0"),
         (nn.MinLSTM, {"activation": "tanh"}, ValueError, "should be 'positive' or 'identity'"),
         (nn.RGLRU, {"num_heads": True}, TypeError, "num_heads should be of type int, got: bool"),
@@ -88,6 +91,18 @@ def test_arguments_of_constructors(
         module(**NEEDED[module] | options)
 
 
+def test_a_factor_that_may_be_a_size_is_refused_with_both_meanings() -> None:
+    for module in (nn.MinGRU, nn.MinLSTM):
+        with pytest.raises(ValueError, match="is a factor") as error:
+            module(16, 32)
+        for channels, factor in ((32, "2"), (512, "32.0")):
+            spelled = f"{module.__name__}(16, expansion_factor={factor})"
+            assert f"or {channels}" in str(error.value)
+            assert spelled in str(error.value)
+            assert module(16, expansion_factor=float(factor)).channels == channels
+        assert module(16, 8).channels == 128
+
+
 @EVERY
 @pytest.mark.parametrize(
     ("x", "error", "words"),
@@ -97,7 +112,7 @@ def test_arguments_of_constructors(
         (torch.zeros(2, 3, 7), ValueError, r"x of size \(batch, time, 8\), got \(2, 3, 7\)"),
         (
             torch.zeros(2, 3, 8).double(),
-            ValueError,
+            TypeError,
             "of dtype torch.float32, as the parameters are",
         ),
         (torch.zeros(2, 3, 8, device="meta"), ValueError, "on one device"),
