@@ -5,13 +5,14 @@ The tests run against the installed package, not against the sources beside them
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import shutil
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.util import find_spec
@@ -68,6 +69,18 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("scan-registry")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without Python's garbage collector, which would go through ever more modules and tests, and during tests through all of
+    them again: they stay to the end, and it leaves them alone from here on."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -84,8 +84,8 @@ IN_CUDA = [k for item in families().values() for k in item.kernels if k.language
 
 
 #: The first kernel of each family, and those that are made of their own on 9.0.
-SHARED = [k for k in IN_CUDA if k.head in OF_ITS_OWN_ON_90]
-SHARED += [next(k for k in IN_CUDA if k.family == name) for name in {k.family: 0 for k in IN_CUDA}]
+FIRST = {k.family: k for k in reversed(IN_CUDA)}.values()
+SHARED = [k for k in IN_CUDA if k.head in OF_ITS_OWN_ON_90 or k in FIRST]
 
 
 @pytest.mark.slow

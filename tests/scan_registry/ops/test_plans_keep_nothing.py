@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,15 +60,6 @@ CALLS: dict[str, Callable[[str], tuple[Any, list[Tensor]]]] = {
     "slstm": network("slstm", 4),
     "elman": network("elman", 1),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _little_to_collect() -> Iterator[None]:
-    """Collections look only at what is made from here on."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
