@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="X",
-        help="the name of its folder, such as gated_scan; may repeat; default: all",
+        help="what its folder in scan_registry/kernels is called; may repeat; default: all",
     )
     parser.add_argument("--dtype", metavar="X", help=f"one of {' '.join(DTYPES)}; default: all")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")

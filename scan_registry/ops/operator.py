@@ -184,7 +184,7 @@ def called_by(function: Any) -> tuple[Operator, str]:
     if isinstance(getattr(function, "forward", None), MethodType):
         raise TypeError(
             f"{type(function).__name__} is a module, and explain takes a function and the arguments of its call, such as "
-            f"explain(scan_registry.linear_scan, gates, tokens); accepted are {accepted}"
+            f"explain(scan_registry.{next(iter(known))}, …); accepted are {accepted}"
         )
     raise TypeError(f"{function!r} cannot be explained; accepted are {accepted}")
 

@@ -234,6 +234,9 @@ def recorded(run: Callable[[], object], width: int | None) -> str:
 
 def alike(text: str) -> str:
     """The text without what another machine, or another day, prints otherwise: numbers and widths."""
+    text = re.sub(
+        r"\n {4,}", " ", text
+    )  # where lines are folded follows from how long the numbers are
     text = re.sub(r"\d+(\.\d+)*(\+\w+)?(e[-+]?#)?", "#", re.sub(r"e[-+]\d+", "", text))
     text = re.sub(r"─+", "─", text)
     return re.sub(r"[ ]*\n", "\n", re.sub(r" +", " ", text))
