@@ -203,7 +203,8 @@ class LinearScanProblem:
         return 16 // ITEM_SIZE[self.dtype]
 
     def sum_pieces(self) -> int:
-        """Sums over parts of time that ``sums`` leaves for each state, one after those of all states, to be added up."""
+        """How many partial sums over time a kernel writes for each state where ``sums``. Of contiguous time, each is for as many
+        steps as the smallest tile has that is a part of a row; 6 more are for what tiles have beyond a row's ends."""
         return self.time // (64 * self.chunk()) + 6 if self.layout == "time_last" else 1
 
     def reduction(self) -> Reduction:

@@ -34,7 +34,7 @@ class Arrangement:
 class KernelCall:
     """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first.
 
-    gates_shape  what gates are cut down and written out to first: see ``problems.shape_for_channels``; None: nothing
+    gates_shape  the shape in which gates are written out before the launch, by ``problems.shape_for_channels``; or None
     """
 
     problem: LinearScanProblem

@@ -158,20 +158,24 @@ def make_kernel_call(
 
 
 def shape_for_channels(gates: Tensor, model: Tensor, dim: int) -> tuple[int, ...] | None:
-    """Of gates, expanded to the shape of ``model``, that are the same for all times and for all contiguous channels: the
-    shape with one for each channel, as kernels read them, and one wherever else they are the same. None for other gates."""
+    """The shape in which gates have to be written out before a launch; None if kernels read them where they lie.
+
+    ``gates`` have the shape of ``model``, and strides of 0 where one gate serves many elements. Kernels for contiguous channels
+    read a gate for each channel. So gates that are the same for all times and all channels get the size of the channels, and
+    keep 1 in every other dimension along which they are the same.
+    """
     if model.is_cpu or gates.dtype != model.dtype or model.shape[dim] == 1:
         return None
-    sizes = zip(model.shape, model.stride(), gates.stride(), strict=True)
-    channels = [d for d, (size, step, _) in enumerate(sizes) if step == 1 and size > 1]
-    if not channels or channels[0] == dim or gates.stride(dim) or gates.stride(channels[0]):
+    strides = enumerate(model.stride())
+    channels = next((d for d, step in strides if step == 1 and model.shape[d] > 1), dim)
+    if channels == dim or gates.stride(dim) or gates.stride(channels):
         return None
-    pairs = enumerate(zip(model.shape, gates.stride(), strict=True))
-    return tuple(size if step or d == channels[0] else 1 for d, (size, step) in pairs)
+    sizes = enumerate(model.shape)
+    return tuple(size if gates.stride(d) or d == channels else 1 for d, size in sizes)
 
 
 def for_channels(gates: Tensor, model: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """Gates in the shape that ``shape_for_channels`` gave for them."""
+    """Gates written out in the shape that ``shape_for_channels`` returned for them; themselves if that is None."""
     if shape is None:
         return gates
     return gates.expand(model.shape)[tuple(map(slice, shape))].contiguous()
