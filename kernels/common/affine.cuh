@@ -1,7 +1,7 @@
 // One step of a linear recurrence is an affine map of the state, x -> scale * x + shift, and so is any run of steps.
 // Composing maps is the associative operator that makes the scan parallel.
 //
-// MAY_RESET (0, 1) comes from the build: whether steps may start a new sequence.
+// MAY_RESET comes from the build: 1 if a step may start a new sequence, 2 if only the map of a run may, 0 if neither.
 #pragma once
 #include "../common/state.cuh"
 #include "../common/warp.cuh"
@@ -45,9 +45,8 @@ __device__ inline bool forgets(State scale) { return MAY_RESET && scale == State
 struct Step {
     State scale, shift;
 
-    __device__ State operator()(State x) const {
-        return forgets(scale) ? shift : scale * x + shift;
-    }
+    __device__ bool forgets() const { return MAY_RESET == 1 && ::forgets(scale); }
+    __device__ State operator()(State x) const { return forgets() ? shift : scale * x + shift; }
 };
 
 // A run's map. Its scale is a product of many gates, and where they are all alike, so are its
@@ -95,7 +94,7 @@ __device__ inline Affine compose(Affine first, Affine second) {
 }
 
 __device__ inline Affine compose(Affine first, Step second) {
-    if (forgets(second.scale)) return {State(0), State(0), second.shift};
+    if (second.forgets()) return {State(0), State(0), second.shift};
     if constexpr (!COMPENSATED)
         return {first.scale * second.scale, State(0), second(first.shift)};
     State error_term = first.error_term * second.scale;

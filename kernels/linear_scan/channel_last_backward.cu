@@ -15,14 +15,24 @@
 #include "multi_cta_column.cuh"
 #elif COLUMN_SERIAL
 #include "column_serial.cuh"
+#elif STAGES
+#include "channel_stream.cuh"
+#else
+#include "channel_last.cuh"
 #endif
+
+// Sums over time for which gates_grad has room for each state, where channels have one gate (problem.py). What sums up less
+// than SUM_STEPS steps does not.
+enum : int { SUM_STEPS = 64 };
+__device__ inline i64 sum_pieces(i64 time) { return VARLEN ? 1 : time / SUM_STEPS + 1; }
 
 #if COLUMN_SERIAL
 
 struct Backward {
     const Storage *gates, *states, *states_grad;
     Storage *gates_grad, *tokens_grad;
-    State* sums;  // of gates_grad over time, which lie as states do
+    State* sums;  // of gates_grad over time: pieces that lie as states do, one after the other
+    i64 pieces, of_piece;
     i64 gates_batch, gates_time, states_batch, states_time, states_grad_batch, states_grad_time;
     i64 grads_batch, grads_time;
 };
@@ -136,21 +146,24 @@ __device__ void run_column(const Backward& of, const Column& column, const State
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
         before_grad.write(v, pass.block_prefix.carried[v].x);
-        if (ONE_GATE) sums.write(v, pass.sum[v]);
+        if (!ONE_GATE) continue;
+        sums.write(v, pass.sum[v]);
+        for (i64 i = 1; i < of.pieces; i++) sums.write(v, State(0), i * of.of_piece);
     }
 }
 #endif
 #elif STAGES
-#include "channel_stream.cuh"
-
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
     using TilePrefix = ColumnTilePrefix;
     enum : int { SCANS = CHANNELS, HELD = VECTOR };
     enum : int { EACH = 16 / sizeof(State) };  // of a piece's states
+    // Whether the gradient of gates can be summed: where threads have registers for sums.
+    enum : bool { SUMS = STEPS <= 4 && int(TIMES) >= int(SUM_STEPS) };
     const Scans scans;
     const Walk walk;
     const Plane gates, grads, states, gates_grad, tokens_grad;
+    State* const sums;  // of gates_grad: sum_pieces for each state; the next piece of a state lies after a piece of every state
     const State *const initial_state, *const final_grad;
     State* const initial_grad;
     const i64 state_batch, state_channel;
@@ -161,13 +174,14 @@ struct BackwardTiles {
     __device__ State* after(unsigned column, int scan) const {
         return scans.state_of(initial_grad, state_batch, state_channel, column, scan);
     }
+    __device__ bool for_gates() const { return gates_grad || (SUMS && sums); }
     __device__ bool has_last(const Position& at) const { return at.first + at.rows == scans.time && at.rows > 0; }
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        copy_in(ring, 0, gates, at, walk, BackwardStep::Padding::GATE);
         copy_in(ring, 1, grads, at, walk, BackwardStep::Padding::GRAD);
-        if (!gates_grad) return;
+        gates_in(ring, 0, gates, at, walk, BackwardStep::Padding::GATE);
+        if (!for_gates()) return;
         // Of each row the state before it; that of the walk's last is not among the states.
         Position earlier = at;
         earlier.first++, earlier.rows -= has_last(at);
@@ -189,12 +203,12 @@ struct BackwardTiles {
     __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        State h[VECTOR];
+        State h[VECTOR], sum[VECTOR] = {};
         tile_prefix.enter(h);
         Storage* const to_gates = gates_grad.at(at, walk, at.own_row(0));
         Storage* const to_tokens = tokens_grad.at(at, walk, at.own_row(0));
         const i64 apart = tokens_grad.apart(walk);
-        const bool with_initial = gates_grad && initial_state && at.has_channels && has_last(at);
+        const bool with_initial = for_gates() && initial_state && at.has_channels && has_last(at);
         const int last = with_initial ? at.rows - 1 : -1;
 #pragma unroll
         for (int k = 0; k < STEPS; k++) {
@@ -205,13 +219,15 @@ struct BackwardTiles {
             for (int v = 0; v < VECTOR; v++) {
                 const auto to = BackwardStep::gradients(gate.get(v), grad.get(v), earlier.get(v), h[v]);
                 for_gates[v] = to.gate, for_tokens[v] = to.token, h[v] = to.earlier;
+                if (SUMS && at.has_own(k)) sum[v] = sum[v] + for_gates[v];
             }
             if (at.own_row(k) == last) keep(ring, at.own(k), for_tokens);
             gate.set(for_gates), grad.set(for_tokens);
             if (gates_grad && at.has_own(k)) store_global(to_gates + k * apart, words_of(gate));
             if (tokens_grad && at.has_own(k)) store_global(to_tokens + k * apart, words_of(grad));
         }
-        if (unsigned(last - at.own_row(0)) < unsigned(STEPS)) use_initial(ring, at, last);
+        if (unsigned(last - at.own_row(0)) < unsigned(STEPS)) use_initial(ring, at, last, sum);
+        if (SUMS && sums) add_up(tile, at, sum);
     }
     // The walk's last row takes the state before it as it is, which the states' storage could not hold. What that
     // multiplies is put by where the row's inputs were, so that the rows' code is no longer for it.
@@ -224,7 +240,7 @@ struct BackwardTiles {
             *ring.place(part, own) = words_of(chunk);
         }
     }
-    __device__ void use_initial(const Tiles& ring, const Position& at, int last) const {
+    __device__ void use_initial(const Tiles& ring, const Position& at, int last, State (&sum)[VECTOR]) const {
         const int own = last * LANES + at.lane % LANES;
         const State* const initial = initial_state + at.batch * state_batch + at.channel * state_channel;
         State for_gates[VECTOR];
@@ -233,14 +249,29 @@ struct BackwardTiles {
             const auto kept = get_words<Element::Whole, EACH>(
                 reinterpret_cast<const unsigned*>(ring.place(v / EACH, own)));
             for_gates[v] = BackwardStep::gate_gradient(kept.get(v % EACH), initial[v * state_channel]);
+            sum[v] = sum[v] + for_gates[v];  // what the row has added is zero
         }
+        if (!gates_grad) return;
         Chunk<Element, VECTOR> chunk;
         chunk.set(for_gates);
         store_global(gates_grad.at(at, walk, last), words_of(chunk));
     }
+    // A tile's sum goes to the first of the pieces that are its own. The others hold zeros.
+    __device__ void add_up(const Tile& tile, const Position& at, State (&sum)[VECTOR]) const {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+#pragma unroll
+            for (int distance = LANES; distance < 32; distance *= 2) sum[v] = sum[v] + from_lane(sum[v], at.lane ^ distance);
+        if (tile.level >= scans.grid.levels || !at.has_channels) return;
+        const i64 begin = i64(tile.level) * TIMES / SUM_STEPS, next = i64(tile.level + 1) * TIMES / SUM_STEPS;
+        const i64 end = tile.level + 1 == scans.grid.levels ? sum_pieces(scans.time) : next;
+        State* const to = sums + at.batch * state_batch + at.channel * state_channel;
+        for (i64 i = begin + at.lane / LANES; i < end; i += 32 / LANES)
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++)
+                to[i * scans.states + v * state_channel] = i == begin ? sum[v] : State(0);
+    }
 };
-#else
-#include "channel_last.cuh"
 #endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
@@ -274,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     };
     State* const all_sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     const Backward of{gates,       states,       states_grad, flags & 2 ? nullptr : gates_grad,
-                      tokens_grad, all_sums,     gates_batch, gates_time,
+                      tokens_grad, all_sums,     sum_pieces(time), batch * channels, gates_batch, gates_time,
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
@@ -300,8 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                              Plane(gates, gates_batch, gates_time),
                              Plane(states_grad, states_grad_batch, states_grad_time),
                              Plane(states, states_batch, states_time),
-                             Plane(gates_grad, grads_batch, grads_time),
+                             Plane(flags & 2 ? nullptr : gates_grad, grads_batch, grads_time),
                              Plane(tokens_grad, grads_batch, grads_time),
+                             flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr,
                              initial_state,
                              final_state_grad,
                              initial_state_grad,

@@ -17,6 +17,10 @@
 #include "multi_cta_column.cuh"
 #elif COLUMN_SERIAL
 #include "column_serial.cuh"
+#elif STAGES
+#include "channel_stream.cuh"
+#else
+#include "channel_last.cuh"
 #endif
 
 #if COLUMN_SERIAL
@@ -106,8 +110,6 @@ __device__ void run_column(const Forward& of, const Column& column, const States
 }
 #endif
 #elif STAGES
-#include "channel_stream.cuh"
-
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * STEPS>;
     using TilePrefix = ColumnTilePrefix;
@@ -128,8 +130,8 @@ struct ForwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(scans, tile);
         const Tiles ring(stage);
-        copy_in(ring, 0, gates, at, walk, ForwardStep::Padding::GATE);
         copy_in(ring, 1, tokens, at, walk, ForwardStep::Padding::TOKEN);
+        gates_in(ring, 0, gates, at, walk, ForwardStep::Padding::GATE);
     }
     __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(scans, tile);
@@ -161,8 +163,6 @@ struct ForwardTiles {
         }
     }
 };
-#else
-#include "channel_last.cuh"
 #endif
 
 // initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; bit 1 is unused here;

@@ -12,6 +12,8 @@
 // in time. A thread composes the affine maps of its rows, and a warp scans its slots; then the thread computes its rows'
 // states from the state that enters them, and stores results from registers. The next STAGES - 1 tiles are being copied
 // to shared memory meanwhile; lookback.cuh says which.
+//
+// Gates of which a channel has one for all rows are read once for a tile.
 #pragma once
 enum : int { CHANNELS = LANES * VECTOR };
 enum : int {
@@ -30,13 +32,14 @@ static_assert(32 % LANES == 0 && PREFIX_LEAD > 0 && CHANNELS * TILE_WARPS >= 32)
 
 // What is scanned: batches × times × channels, along the walk.
 struct Scans {
-    i64 channels, time;
+    i64 channels, time, states;
     unsigned columns_across;  // columns side by side
     Grid grid;
 
     __device__ Scans(i64 batches, i64 channels, i64 time)
         : channels(channels),
           time(time),
+          states(batches * channels),
           columns_across(unsigned((channels + CHANNELS - 1) / CHANNELS)),
           grid{unsigned(batches) * columns_across, unsigned((time + TIMES - 1) / TIMES)} {}
 
@@ -105,6 +108,21 @@ __device__ void copy_in(const Ring& ring, int input, const Plane& from, const Po
         copy_async(place, first + i * apart, at.has(i));
         if (!at.has(i)) *place = piece_of(outside);
     }
+}
+
+// Likewise of gates of which a channel has one for all rows: it is read once.
+template <class Ring>
+__device__ void fill_in(const Ring& ring, int input, const Plane& gates, const Position& at, Storage outside) {
+    uint4 gate = piece_of(outside);
+    if (at.has_channels) gate = *reinterpret_cast<const uint4*>(gates.first + at.batch * gates.by_batch + at.channel);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) *ring.place(input, i * 32 + at.lane) = at.has(i) ? gate : piece_of(outside);
+}
+template <class Ring>
+__device__ void gates_in(const Ring& ring, int input, const Plane& gates, const Position& at, const Walk& walk,
+                         Storage outside) {
+    if (gates.by_time) copy_in(ring, input, gates, at, walk, outside);
+    else fill_in(ring, input, gates, at, outside);
 }
 
 // The states that enter a lane's rows, for each of its channels.

@@ -395,7 +395,8 @@ struct States {
         for (int v = 0; v < VECTOR; v++) there[v] = first && column.has(v);
     }
     __device__ State read(int v) const { return there[v] ? first[v * TO_NEXT * by_channel] : State(0); }
-    __device__ void write(int v, State x) const {
-        if (there[v]) first[v * TO_NEXT * by_channel] = x;
+    // `further`: elements from the states on.
+    __device__ void write(int v, State x, i64 further = 0) const {
+        if (there[v]) first[v * TO_NEXT * by_channel + further] = x;
     }
 };

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
-from scan_registry.kernels.linear_scan.space import MISALIGNED, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
     """The tiles that every wheel holds."""
     if layout == "time_last":
+        if access == VARLEN:
+            return list(packed_rows(direction, dtype))
         if access == MISALIGNED:
             return [*_misaligned_rows(direction, dtype), *_cut_rows(direction, dtype)]
         short, long = registers.time_last_tiles()
@@ -44,6 +46,14 @@ def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     if ITEM_SIZE[dtype] < 8:
         tile = {"warps": 1, "rows": 8, "lanes": 32, "pieces": 2, "stages": 3, "prefix_lead": 2}
         yield from rings.resident(direction, dtype, tile, 1)
+
+
+def packed_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """A tile for rows in which sequences are packed, for GPUs that have room for it. Dtypes of 8 bytes have none."""
+    if ITEM_SIZE[dtype] < 8:
+        rows, pieces = (10, 4) if direction == "forward" else (16, 2)
+        tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
+        yield from rings.resident(direction, dtype, tile | {"stages": 4, "prefix_lead": 2}, 1)
 
 
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -80,6 +90,8 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
         yield from of_dtype(dtype)
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
+    elif access == VARLEN:
+        yield from (tile for tile in rings.time_last(direction, dtype) if int(tile["pieces"]) <= 4)
     else:
         if ITEM_SIZE[dtype] < 8:
             yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))

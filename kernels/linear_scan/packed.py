@@ -3,8 +3,9 @@
 The timing model says nothing of packed sequences, as their lengths are known on the GPU alone. These estimates take
 lengths to be random, with the mean that the call tells. They decide between ways of working that are far apart:
 
-- Of contiguous time, a row is scanned by one CTA in CUDA, tile after tile, whatever is packed in it; in Triton each
-  sequence of a row has a program of its own.
+- Of contiguous time, aligned rows are cut into segments in CUDA where a GPU has room for that and sequences are not very
+  short; nothing is faster then. Other rows are scanned by one CTA each, tile after tile; in Triton
+  each sequence of a row has a program of its own.
 - Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
 
 The constants are fitted by eye to what ``bench --random`` timed on an H200 and an H100.
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import math
 
+from scan_registry.kernels.linear_scan import cuda_tiles, rings, streams
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div
+from scan_registry.kernels.linear_scan.space import VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, Language
 
 #: ns for a step of a row in CUDA: where four warps share the row, by the bytes of an element, forward and backward; and where
@@ -23,6 +26,8 @@ from scan_registry.kernels.model import ITEM_SIZE, Language
 _SHARED_ROW, _OWN_ROW = {2: (3.4, 5.2), 4: (2.7, 3.7)}, 16.0
 #: Tiles of four warps that a sequence fills on average where four warps share a row: see ``registers.walk_cost``.
 _SHARED_TILES = 2
+#: ms for a call that cuts rows, and ps for each element, by its bytes, forward and backward.
+_CUT_CALL, _CUT_ELEMENT = 6e-3, {2: (2.8, 3.9), 4: (4.6, 6.6)}
 _ELEMENT = 0.008  # ns for an element in CUDA, where there are many rows
 #: ns for a step of a sequence in Triton, by the bytes of an element, forward and backward; for a program where there are
 #: many, and for each of its tiles.
@@ -34,18 +39,26 @@ _COLUMN_STEP = {2: (6.0, 7.5), 4: (10.5, 22.0)}
 _COLUMN_CTA, _COLUMN_WIDTH = 1000.0, 32
 
 
-def languages(problem: LinearScanProblem) -> tuple[Language, ...]:
+def languages(problem: LinearScanProblem, memory: float) -> tuple[Language, ...]:
     """In order of preference on one tier: Triton first where sequences are packed along contiguous time, and long or
-    few enough for a program each."""
+    few enough for a program each, unless a GPU whose blocks have so much shared ``memory`` cuts the rows in CUDA."""
     if (
         problem.layout == "time_last"
         and problem.direction in ("forward", "backward")
         and problem.sequences > 1
         and ITEM_SIZE[problem.dtype] < 8
+        and not _cuts_rows(problem, memory)
         and _FASTER * triton_rows_ms(problem) < cuda_rows_ms(problem)
     ):
         return "triton", "cuda"
     return "cuda", "triton"
+
+
+def _cuts_rows(problem: LinearScanProblem, memory: float) -> bool:
+    """Whether rows in which sequences are packed are cut into segments."""
+    tiles = cuda_tiles.packed_rows(problem.direction, problem.dtype)
+    needed = (rings.most_shared(problem.direction, problem.dtype, VARLEN, tile) for tile in tiles)
+    return streams.packs(problem) and streams.cuts_packed(problem) and max(needed) <= memory
 
 
 def longest(problem: LinearScanProblem) -> float:
@@ -62,6 +75,12 @@ def cuda_rows_ms(problem: LinearScanProblem) -> float:
     elements = _rows(problem) * problem.time
     step = _SHARED_ROW[item][problem.direction == "backward"] if shared else _OWN_ROW
     return max(problem.time * step, elements * _ELEMENT) / 1e6
+
+
+def cut_rows_ms(problem: LinearScanProblem) -> float:
+    """Of the CUDA variant that cuts rows."""
+    of_element = _CUT_ELEMENT[ITEM_SIZE[problem.dtype]][problem.direction == "backward"]
+    return _CUT_CALL + _rows(problem) * problem.time * of_element / 1e9
 
 
 def triton_rows_ms(problem: LinearScanProblem) -> float:

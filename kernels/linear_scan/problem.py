@@ -29,6 +29,9 @@ REDUCTION_TILE = (32, 64)
 REDUCTION_BLOCKS = 1024
 
 
+#: Of contiguous channels: time steps of the smallest tile that sums the gradient of gates over them.
+SUM_STEPS = 64
+
 #: Why a variant that reads rows of gates does not solve a problem.
 ONE_GATE = "a row has one gate for all times"
 
@@ -204,8 +207,11 @@ class LinearScanProblem:
 
     def sum_pieces(self) -> int:
         """How many partial sums over time a kernel writes for each state where ``sums``. Of contiguous time, each is for as many
-        steps as the smallest tile has that is a part of a row; 6 more are for what tiles have beyond a row's ends."""
-        return self.time // (64 * self.chunk()) + 6 if self.layout == "time_last" else 1
+        steps as the smallest tile has that is a part of a row; 6 more are for what tiles have beyond a row's ends. Of contiguous
+        channels, likewise, and of packed sequences each has one."""
+        if self.layout == "time_last":
+            return self.time // (64 * self.chunk()) + 6
+        return 1 if self.sequences else self.time // SUM_STEPS + 1
 
     def reduction(self) -> Reduction:
         """How the sum over broadcast gates is cut into pieces."""

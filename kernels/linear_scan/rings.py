@@ -86,10 +86,11 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     into segments."""
     item = ITEM_SIZE[dtype]
     yield from _serial_columns(direction, dtype, access)
-    if access in (VARLEN, MISALIGNED):
-        yield from (_misaligned_columns if access == MISALIGNED else _varlen_columns)(
-            direction, dtype
-        )
+    if access == MISALIGNED:
+        yield from _misaligned_columns(direction, dtype)
+        return
+    if access == VARLEN:
+        yield from _varlen_columns(direction, dtype)
         return
     if item < 8:
         for warps, steps, stages in _WIDE:

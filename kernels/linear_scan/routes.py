@@ -1,9 +1,7 @@
 """Other ways to pose a scan whose layout has no fast kernel: on copies, for which there is one.
 
-- ``gates``: of contiguous channels, a gate that does not change with time is written out for every step. What then has the
-  layout of other scans is also cut into segments, where otherwise a CTA passes over all of time.
 - ``padded``: contiguous channels whose rows are no whole chunks of 16 bytes go to rows that are. The channels beyond are
-  scanned, too, and nobody reads them. Gates that do not change with time stay as few, or are written out.
+  scanned, too, and nobody reads them. Gates that do not change with time stay as few.
 - ``rows``: very few contiguous channels go to a row of contiguous time for each, where ``padded`` would have more
   channels beyond than there are.
 
@@ -18,7 +16,6 @@ from dataclasses import replace
 
 from scan_registry.kernels.linear_scan import packed
 from scan_registry.kernels.linear_scan.problem import (
-    DIMENSIONS,
     STRIDED,
     LinearScanProblem,
     Strides,
@@ -59,37 +56,18 @@ def routes(problem: LinearScanProblem) -> tuple[Route, ...]:
 
 
 def _routes(problem: LinearScanProblem) -> Iterator[Route]:
-    one_gate = problem.has_one_gate()
-    if one_gate and not problem.one_gate_a_row() and not problem.sequences:
-        yield _with_gates(problem)
     if (
         problem.layout == "channel_last"
         and problem.channels > 1
         and not problem.whole_chunks(problem.chunk())
     ):
-        yield _padded(problem, one_gate)
-        if one_gate and not problem.sequences:
-            yield _padded(problem, False)
+        yield _padded(problem)
         step = problem.channels * ITEM_SIZE[problem.dtype]
         if step < _ROWS_STEP and step * problem.time <= _ROWS_BATCH:
             yield _rows(problem)
 
 
-def _with_gates(problem: LinearScanProblem) -> Route:
-    """The gates in the order of the results, without gaps."""
-    results = problem.strides_of("states" if problem.direction == "forward" else "grads")
-    sizes, own = dict(zip(DIMENSIONS, problem.sizes, strict=True)), vars(results)
-    unit = "time" if problem.layout == "time_last" else "channel"
-    order = sorted(DIMENSIONS, key=lambda name: (name == unit, -own[name]))  # innermost last
-    step, strides = 1, dict[str, int]()
-    for name in reversed(order):
-        strides[name] = step
-        step *= sizes[name]
-    every = (Strides(**strides), *problem.strides[1:])
-    return _route("gates", problem, replace(problem, strides=every), ("gates",), ())
-
-
-def _padded(problem: LinearScanProblem, keep_gates: bool) -> Route:
+def _padded(problem: LinearScanProblem) -> Route:
     """Rows of whole chunks, one batch after the other."""
     chunk, direction = problem.chunk(), problem.direction
     channels = ceil_div(problem.channels, chunk) * chunk
@@ -99,7 +77,7 @@ def _padded(problem: LinearScanProblem, keep_gates: bool) -> Route:
         return Strides(0, steps * channels, 1, channels)
 
     gates = problem.strides_of("gates")
-    shared = keep_gates and (batch == 1 or gates.outer == gates.batch == 0)
+    shared = problem.has_one_gate() and (batch == 1 or gates.outer == gates.batch == 0)
     first = Strides(0, 0, 1, 0) if shared else dense(problem.time)
     count = len(STRIDED[direction]) - 2
     strides = (first, *(dense(problem.time),) * count, dense(max(1, problem.sequences)))
@@ -113,8 +91,7 @@ def _padded(problem: LinearScanProblem, keep_gates: bool) -> Route:
     )
     inputs = ("gates", *_FULL[direction], *_STATES_IN[direction])
     outputs = (*_RESULTS[direction], *_STATES_OUT[direction])
-    name = "padded" if shared or not problem.has_one_gate() else "padded, gates"
-    return _route(name, problem, posed, inputs, outputs)
+    return _route("padded", problem, posed, inputs, outputs)
 
 
 def _rows(problem: LinearScanProblem) -> Route:
@@ -189,10 +166,11 @@ def _alone(
     model: Model, kernel: Kernel, text: str, problem: LinearScanProblem, sm_count: int
 ) -> float | None:
     if problem.sequences and ITEM_SIZE[problem.dtype] < 8:
+        varlen = ",access=varlen" in text
         if problem.layout == "time_last":
-            in_cuda = kernel.language == "cuda"
-            return packed.cuda_rows_ms(problem) if in_cuda else packed.triton_rows_ms(problem)
-        if ",access=varlen" in text:
+            in_cuda = packed.cut_rows_ms if varlen else packed.cuda_rows_ms
+            return (in_cuda if kernel.language == "cuda" else packed.triton_rows_ms)(problem)
+        if varlen:
             return packed.columns_ms(problem, sm_count)
     # Tiles of ``generic`` follow one another along all of time, whatever is packed there.
     assert kernel.tunable.shape is not None

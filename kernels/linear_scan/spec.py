@@ -134,6 +134,14 @@ def _reduction_launch(variant: Variant, problem: LinearScanProblem, sm_count: in
 # --- CUDA -------------------------------------------------------------------------------------
 
 
+def _may_reset(variant: Variant) -> int:
+    """Where a new sequence may start: 1 at any step, 2 at those that a kernel looks up and composes by itself, 0 nowhere, as
+    in a column that is a sequence."""
+    rows = variant.kernel.startswith("time_last")
+    of_access = {"generic": 1, "varlen": 2 * rows}
+    return of_access.get(str(dict(variant.statics).get("access", "generic")), 0)
+
+
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
     statics = dict(variant.statics)
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
@@ -142,7 +150,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
         "ALIGNED": int(statics.get("access", "generic") != "generic"),
         "VARLEN": int(statics.get("access") == "varlen"),
-        "MAY_RESET": int(statics.get("access", "generic") in ("generic", "varlen")),
+        "MAY_RESET": _may_reset(variant),
         "MISALIGNED": int(statics.get("access") == "misaligned"),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
@@ -199,10 +207,11 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) ->
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    accesses = (*space.ACCESSES, space.MISALIGNED)
-    defaults = scans(
-        partial(cuda_tiles.usual, layout, direction), accesses, cuda_tiles.mixed(layout)
-    )
+    accesses = (*space.ACCESSES, space.MISALIGNED, space.VARLEN)
+    usual = (
+        accesses if time_last else accesses[:-1]
+    )  # of contiguous channels, generic variants take packed sequences
+    defaults = scans(partial(cuda_tiles.usual, layout, direction), usual, cuda_tiles.mixed(layout))
     return Kernel(
         family=FAMILY_NAME,
         name=name,
@@ -227,14 +236,11 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         tunable=space.tunable(
             name,
             "cuda",
-            scans(
-                partial(cuda_tiles.every, layout, direction),
-                accesses if time_last else (*accesses, space.VARLEN),
-            ),
+            scans(partial(cuda_tiles.every, layout, direction), accesses),
             defaults,
             _cuda_accepts,
             _cuda_times,
-            lambda problem: not time_last and streams.packs(problem),
+            streams.packs,
             streams.tile_efficiency,
             timing_model.predicted,
         ),

@@ -25,11 +25,12 @@ from collections.abc import Mapping
 from scan_registry.kernels.linear_scan import rings
 from scan_registry.kernels.linear_scan.problem import (
     MOST_ALONG_Y,
+    SUM_STEPS,
     Direction,
     LinearScanProblem,
     ceil_div,
 )
-from scan_registry.kernels.linear_scan.space import MISALIGNED
+from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Rows, or states side by side, that are numbered in 32 bits.
@@ -46,6 +47,8 @@ COUNTER = 256
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
+#: Steps of a packed sequence, in the mean, from which rows are cut; and a cost beyond all others.
+_LEAST_MEAN, _PREFERRED = 64, 1e6
 
 
 def is_streamed(variant: Variant) -> bool:
@@ -59,8 +62,13 @@ def is_column_serial(variant: Variant) -> bool:
 
 def sums(variant: Variant) -> bool:
     """Whether a backward variant can sum the gradient of gates over time."""
-    rows = variant.kernel.startswith("time_last") and is_streamed(variant)
-    return rows or is_column_serial(variant)
+    if not is_streamed(variant) or variant.language != "cuda":
+        return False
+    if is_column_serial(variant):
+        return True
+    if variant.kernel.startswith("time_last"):
+        return variant.text("access") != VARLEN
+    return variant.number("steps") <= 4 and times(variant) >= SUM_STEPS
 
 
 def shared(direction: Direction, variant: Variant) -> int:
@@ -95,6 +103,11 @@ def scans(variant: Variant) -> int:
 def packs(problem: LinearScanProblem) -> bool:
     """Whether channel-last variants for packed sequences take it."""
     return problem.sequences > 0 and problem.plain() and problem.whole_chunks(problem.chunk())
+
+
+def cuts_packed(problem: LinearScanProblem) -> bool:
+    """Whether packed sequences are long enough for rows to be cut: a lane has code for several in its elements, which is slow."""
+    return problem.time >= _LEAST_MEAN * problem.sequences
 
 
 def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:
@@ -143,6 +156,8 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
             and not _is_single_wave(variant)
         )
         return float(alone != (_columns(variant, problem) >= _MANY))
+    if problem.sequences:
+        return -_PREFERRED if cuts_packed(problem) else _PREFERRED
     padded = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
     return 1000 * padded - scans(variant)
 

@@ -15,10 +15,9 @@
 struct Backward {
     Rows gates, states, grads, gates_grad, tokens_grad;
     bool one_gate;  // a row has one for all times
-    State* sums;  // of gates_grad: sum_pieces for each row, of which the next has them after those of all rows
-    const State *initial_state, *final_grad;
-    State* initial_grad;
-    Strides of_state;
+    State* sums;  // of gates_grad: sum_pieces for each row; the next piece of a row lies after a piece of every row
+    States initial, final_grad, initial_grad;
+    Walk walk;
 };
 
 template <bool TURNED>
@@ -44,15 +43,13 @@ struct BackwardTiles {
         const bool inside = row < scans.rows && next < scans.time && (!MISALIGNED || next > -VECTOR);
         copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans.time, inside);
     }
-    // Of a row among batches × channels; null if there is none.
-    template <class S>
-    __device__ S* of_row(S* states, const Position& at, unsigned row) const {
-        return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
-    }
+    // Of a row of one sequence.
     __device__ const State* before(unsigned row, int) const {
-        return of_row(of.final_grad, Position({0, row}, scans), row);
+        return VARLEN ? nullptr : of.final_grad.of_row(scans, Position({0, row}, scans), row);
     }
-    __device__ State* after(unsigned row, int) const { return of_row(of.initial_grad, Position({0, row}, scans), row); }
+    __device__ State* after(unsigned row, int) const {
+        return VARLEN ? nullptr : of.initial_grad.of_row(scans, Position({0, row}, scans), row);
+    }
     __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
@@ -61,61 +58,111 @@ struct BackwardTiles {
             mend<TURNED>(ring, 1, at, scans, BackwardStep::Padding::GRAD);
             __syncwarp();  // a neighbour reads some of it
         }
+        tile_prefix.mark(of.walk, at);
         Affine map;
+        const LaneMarks marks = tile_prefix.marks;
+        if (marks.several()) {
+            map = compose_marked(ring, at, marks);
+        } else {
+            const int start = VARLEN ? marks.start() : -1;
+            const State first = read(of.final_grad.own(scans, of.walk, at, start));
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
+            for (int p = 0; p < PIECES; p++) {
+                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+                const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
+                for (int i = 0; i < VECTOR; i++) {
+                    if (VARLEN && p * VECTOR + i == start) map = {State(0), State(0), first};
+                    map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
+                }
+            }
         }
         tile_prefix.scan(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        State h = tile_prefix.enter(tile, at, scans.grid.levels, of_row(of.final_grad, at, at.row()),
-                                 of_row(of.initial_grad, at, at.row()));
+        State h = tile_prefix.enter(tile, at, scans.grid.levels, of.final_grad.of_row(scans, at, at.row()),
+                                    of.initial_grad.of_row(scans, at, at.row()));
         // The state before the walk's last step is not among the states, nor in their storage, which could not
         // hold it: it is taken as it is, where one of this lane's items is that step.
         const i64 to_last = scans.time - 1 + scans.skip<TURNED>(at, at.row()) - at.first - at.lane % LANES * ITEMS;
-        const int last = to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
-        const State* const initial_state = last < 0 ? nullptr : of_row(of.initial_state, at, at.row());
+        const int last = !VARLEN && to_last >= 0 && to_last < ITEMS ? int(to_last) : -1;
+        const State* const initial_state = last < 0 ? nullptr : of.initial.of_row(scans, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
         State sum = State(0);
+        const LaneMarks marks = tile_prefix.marks;
+        if (marks.several()) {
+            finish_marked(ring, at, marks, h);
+        } else {
+            const int start = VARLEN ? marks.start() : -1, end = VARLEN ? marks.end() : -1;
+            const State first = read(of.final_grad.own(scans, of.walk, at, start));
+            const State before = read(of.initial.own(scans, of.walk, at, end));
+            State* const leaving = of.initial_grad.own(scans, of.walk, at, end);
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) {
-            const int own = at.lane * PIECES + p;
-            Piece<TURNED> gate{read_piece(ring.place(0, own))};
-            Piece<TURNED> grad{read_piece(ring.place(1, own))};
-            const Piece<TURNED> states{read_piece(ring.place(2, own))};
-            const bool past = p + 1 == PIECES && at.ends_row();
-            const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
-                                                     : ring.place(2, own + 1))};
-            State for_gates[VECTOR], for_tokens[VECTOR];
+            for (int p = 0; p < PIECES; p++) {
+                const int own = at.lane * PIECES + p;
+                Piece<TURNED> gate{read_piece(ring.place(0, own))};
+                Piece<TURNED> grad{read_piece(ring.place(1, own))};
+                const Piece<TURNED> states{read_piece(ring.place(2, own))};
+                const bool past = p + 1 == PIECES && at.ends_row();
+                const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
+                                                         : ring.place(2, own + 1))};
+                State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
-                if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
-                const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
-                for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
+                for (int i = 0; i < VECTOR; i++) {
+                    State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
+                    if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
+                    if (VARLEN && p * VECTOR + i == start) h = first;
+                    if (VARLEN && p * VECTOR + i == end) earlier = before;
+                    const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
+                    for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
+                    if (VARLEN && p * VECTOR + i == end) write(leaving, h);
+                }
+                // Of a piece that is not all the row's, what lies outside does not count.
+                const bool counts = MISALIGNED || to_last >= p * VECTOR;
+                if (of.sums && counts) {
+                    const Own inside(scans.time - 1 - to_last + p * VECTOR, scans.time);
+#pragma unroll
+                    for (int i = 0; i < VECTOR; i++)
+                        sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
+                }
+                gate.set(for_gates), grad.set(for_tokens);
+                *ring.place(0, own) = words_of(gate.chunk);
+                *ring.place(1, own) = words_of(grad.chunk);
             }
-            // Of a piece that is not all the row's, what lies outside does not count.
-            const bool counts = MISALIGNED || to_last >= p * VECTOR;
-            if (of.sums && counts) {
-                const Own inside(scans.time - 1 - to_last + p * VECTOR, scans.time);
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++)
-                    sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
-            }
-            gate.set(for_gates), grad.set(for_tokens);
-            *ring.place(0, own) = words_of(gate.chunk);
-            *ring.place(1, own) = words_of(grad.chunk);
         }
         meet_copiers();
         if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
         if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
         if (of.sums) add_up(tile, at, sum, tile_prefix);
+    }
+    // The same for a lane in whose elements several sequences start or end.
+    __device__ Affine compose_marked(const Tiles& ring, const Position& at, const LaneMarks& marks) const {
+        Affine map;
+#pragma unroll 1
+        for (int k = 0; k < ITEMS; k++) {
+            if (marks.starts_at(k)) map = {State(0), State(0), read(of.final_grad.own(scans, of.walk, at, k))};
+            map = compose(map, BackwardStep::map(value(ring, 0, at, k), value(ring, 1, at, k)));
+        }
+        return map;
+    }
+    __device__ void finish_marked(const Tiles& ring, const Position& at, const LaneMarks& marks, State h) const {
+#pragma unroll 1
+        for (int k = 0; k < ITEMS; k++) {
+            State earlier = k + 1 == ITEMS && at.ends_row() ? Piece<TURNED>{read_piece(ring.extra(at.lane / LANES))}.get(0)
+                                                            : value(ring, 2, at, k + 1);
+            if (marks.starts_at(k)) h = read(of.final_grad.own(scans, of.walk, at, k));
+            if (marks.ends_at(k)) earlier = read(of.initial.own(scans, of.walk, at, k));
+            const auto to = BackwardStep::gradients(value(ring, 0, at, k), value(ring, 1, at, k), earlier, h);
+            h = to.earlier;
+            if (marks.ends_at(k)) write(of.initial_grad.own(scans, of.walk, at, k), h);
+            element<TURNED>(ring, 0, at, k) = Element::narrow(to.gate);
+            element<TURNED>(ring, 1, at, k) = Element::narrow(to.token);
+        }
+    }
+    __device__ static State value(const Tiles& ring, int input, const Position& at, int k) {
+        return Element::widen(element<TURNED>(ring, input, at, k));
     }
     // The sum of a tile that is a part of its row has room of its own; others are added up until the row's last. Room that is
     // left holds zeros.
@@ -124,7 +171,7 @@ struct BackwardTiles {
         for (int distance = LANES / 2; distance > 0; distance /= 2) sum = sum + from_lane(sum, at.lane ^ distance);
         const bool is_last = tile.level + 1 == scans.grid.levels;
         if (!CUT) sum = tile_prefix.sum = tile.level ? tile_prefix.sum + sum : sum;
-        State* const sums = of_row(of.sums, at, at.row());
+        State* const sums = States{of.sums, of.initial.strides, 0}.of_row(scans, at, at.row());
         if (!sums || (CUT ? tile.level >= scans.grid.levels : !is_last)) return;
         const i64 begin = CUT ? i64(tile.level) * (TIMES / SUM_STEPS) : 0;
         const i64 end = is_last ? sum_pieces(scans.time) : begin + TIMES / SUM_STEPS;
@@ -304,6 +351,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     State* const sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     if (sums) gates_grad = nullptr;
     const Scans scans(batch, channels, time, {states_grad_batch, states_grad_channel});
+    const auto states_of = [&](const State* tensor) {
+        return States{const_cast<State*>(tensor), {state_batch, state_channel}, state_time};
+    };
     const Backward of{{gates, gates_batch, gates_channel},
                       {states, states_batch, states_channel},
                       {states_grad, states_grad_batch, states_grad_channel},
@@ -311,10 +361,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                       {tokens_grad, grads_batch, grads_channel},
                       gates_time == 0 && time > 1,
                       sums,
-                      initial_state,
-                      final_state_grad,
-                      initial_state_grad,
-                      {state_batch, state_channel}};
+                      states_of(initial_state),
+                      states_of(final_state_grad),
+                      states_of(initial_state_grad),
+                      Walk(time, !(flags & 1), offsets, sequences)};
     run<BackwardTiles>(of, scans, !(flags & 1), workspace);
 #else
     const Position at(batch, channels);

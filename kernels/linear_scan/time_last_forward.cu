@@ -11,9 +11,8 @@
 struct Forward {
     Rows gates, tokens, states;
     bool one_gate;  // a row has one for all times
-    const State* initial_state;
-    State* final_state;
-    Strides of_state;
+    States initial, last;
+    Walk walk;
 };
 
 template <bool TURNED>
@@ -31,15 +30,13 @@ struct ForwardTiles {
         else copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
         copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return ForwardStep::Padding::TOKEN; });
     }
-    // Of a row among batches × channels; null if there is none.
-    template <class S>
-    __device__ S* of_row(S* states, const Position& at, unsigned row) const {
-        return states && row < scans.rows ? states + of.of_state.offset(at, row) : nullptr;
-    }
+    // Of a row of one sequence.
     __device__ const State* before(unsigned row, int) const {
-        return of_row(of.initial_state, Position({0, row}, scans), row);
+        return VARLEN ? nullptr : of.initial.of_row(scans, Position({0, row}, scans), row);
     }
-    __device__ State* after(unsigned row, int) const { return of_row(of.final_state, Position({0, row}, scans), row); }
+    __device__ State* after(unsigned row, int) const {
+        return VARLEN ? nullptr : of.last.of_row(scans, Position({0, row}, scans), row);
+    }
     __device__ void compose_tile(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
@@ -47,34 +44,79 @@ struct ForwardTiles {
             mend<TURNED>(ring, 0, at, scans, ForwardStep::Padding::GATE);
             mend<TURNED>(ring, 1, at, scans, ForwardStep::Padding::TOKEN);
         }
+        tile_prefix.mark(of.walk, at);
         Affine map;
+        const LaneMarks marks = tile_prefix.marks;
+        if (marks.several()) {
+            map = compose_marked(ring, at, marks);
+        } else {
+            const int start = VARLEN ? marks.start() : -1;
+            const State first = read(of.initial.own(scans, of.walk, at, start));
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+            for (int p = 0; p < PIECES; p++) {
+                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+                const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
+                for (int i = 0; i < VECTOR; i++) {
+                    if (VARLEN && p * VECTOR + i == start) map = {State(0), State(0), first};
+                    map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
+                }
+            }
         }
         tile_prefix.scan(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        State x = tile_prefix.enter(tile, at, scans.grid.levels, of_row(of.initial_state, at, at.row()),
-                                 of_row(of.final_state, at, at.row()));
+        State x = tile_prefix.enter(tile, at, scans.grid.levels, of.initial.of_row(scans, at, at.row()),
+                                    of.last.of_row(scans, at, at.row()));
+        const LaneMarks marks = tile_prefix.marks;
+        if (marks.several()) {
+            finish_marked(ring, at, marks, x);
+        } else {
+            const int start = VARLEN ? marks.start() : -1, end = VARLEN ? marks.end() : -1;
+            const State first = read(of.initial.own(scans, of.walk, at, start));
+            State* const last = of.last.own(scans, of.walk, at, end);
 #pragma unroll
-        for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            uint4* const place = ring.place(1, at.lane * PIECES + p);
-            Piece<TURNED> piece{read_piece(place)};
-            State out[VECTOR];
+            for (int p = 0; p < PIECES; p++) {
+                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+                uint4* const place = ring.place(1, at.lane * PIECES + p);
+                Piece<TURNED> piece{read_piece(place)};
+                State out[VECTOR];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
-            piece.set(out);
-            *place = words_of(piece.chunk);
+                for (int i = 0; i < VECTOR; i++) {
+                    if (VARLEN && p * VECTOR + i == start) x = first;
+                    out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
+                    if (VARLEN && p * VECTOR + i == end) write(last, x);
+                }
+                piece.set(out);
+                *place = words_of(piece.chunk);
+            }
         }
         meet_copiers();
         copy_out<TURNED>(ring, 1, of.states, at, scans);
+    }
+    // The same for a lane in whose elements several sequences start or end.
+    __device__ Affine compose_marked(const Tiles& ring, const Position& at, const LaneMarks& marks) const {
+        Affine map;
+#pragma unroll 1
+        for (int k = 0; k < ITEMS; k++) {
+            if (marks.starts_at(k)) map = {State(0), State(0), read(of.initial.own(scans, of.walk, at, k))};
+            map = compose(map, step(ring, at, k));
+        }
+        return map;
+    }
+    __device__ void finish_marked(const Tiles& ring, const Position& at, const LaneMarks& marks, State x) const {
+#pragma unroll 1
+        for (int k = 0; k < ITEMS; k++) {
+            if (marks.starts_at(k)) x = read(of.initial.own(scans, of.walk, at, k));
+            x = step(ring, at, k)(x);
+            if (marks.ends_at(k)) write(of.last.own(scans, of.walk, at, k), x);
+            element<TURNED>(ring, 1, at, k) = Element::narrow(x);
+        }
+    }
+    __device__ static Step step(const Tiles& ring, const Position& at, int k) {
+        return ForwardStep::map(Element::widen(element<TURNED>(ring, 0, at, k)), Element::widen(element<TURNED>(ring, 1, at, k)));
     }
 };
 
@@ -190,9 +232,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                      {tokens, tokens_batch, tokens_channel},
                      {states, states_batch, states_channel},
                      gates_time == 0 && time > 1,
-                     initial_state,
-                     final_state,
-                     {state_batch, state_channel}};
+                     {const_cast<State*>(initial_state), {state_batch, state_channel}, state_time},
+                     {final_state, {state_batch, state_channel}, state_time},
+                     Walk(time, flags & 1, offsets, sequences)};
     run<ForwardTiles>(of, scans, flags & 1, workspace);
 #else
     const Position at(batch, channels);

@@ -1,4 +1,4 @@
-// Time contiguous, aligned, without packed sequences: what the forward and the backward kernel share.
+// Time contiguous, aligned: what the forward and the backward kernel share.
 //
 // The build pins LANES (threads that share a row), PIECES (of 16 bytes, per thread), ROWS (warps of a CTA),
 // PREFIX_LEAD (where they share rows), STAGES and BLOCKS (per SM). A tile is
@@ -13,6 +13,9 @@
 // MISALIGNED: rows need not start or end on 16-byte boundaries, but lie at the same offset to them in all tensors. A scan
 // then starts `skip` elements before its row, on a 16-byte boundary, or on a 128-byte line if the row is long. What its
 // pieces hold of other rows is replaced by the identity, and not written.
+//
+// VARLEN: the steps where packed sequences start and end are looked up once for a tile. At a start the state of the step before
+// is replaced. Lanes with several starts or ends, which are those of short sequences, have code of their own.
 //
 // Each warp has tiles and states of its own, and waits for no other warp while it scans.
 #pragma once
@@ -89,6 +92,7 @@ struct Position {
           batch(first_row / scans.channels),
           channel(first_row - batch * scans.channels) {}
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
+    __device__ i64 own(int k) const { return first + lane % LANES * ITEMS + k; }  // order of this lane's element k
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
 
@@ -235,12 +239,44 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
     }
 }
 
+// Element k of this lane's, in the order of the scan.
+template <bool TURNED, class Ring>
+__device__ Storage& element(const Ring& ring, int input, const Position& at, int k) {
+    uint4* const place = ring.place(input, at.lane * PIECES + k / VECTOR);
+    return reinterpret_cast<Storage*>(place)[TURNED ? VECTOR - 1 - k % VECTOR : k % VECTOR];
+}
+
+// States of rows × sequences, before or after the scan of each; null where there are none.
+struct States {
+    State* first;
+    Strides strides;
+    i64 by_sequence;
+
+    // Those of a row's first sequence.
+    __device__ State* of_row(const Scans& scans, const Position& at, unsigned row) const {
+        return first && row < scans.rows ? first + strides.offset(at, row) : nullptr;
+    }
+    // Of the sequence that holds this lane's element k; null where there is none.
+    __device__ State* own(const Scans& scans, const Walk& walk, const Position& at, int k) const {
+        State* const own = k >= 0 ? of_row(scans, at, at.row()) : nullptr;
+        return own ? own + walk.index(walk.number(at.own(k))) * by_sequence : nullptr;
+    }
+};
+__device__ inline State read(const State* from) { return from ? *from : State(0); }
+__device__ inline void write(State* to, State x) {
+    if (to) *to = x;
+}
+
 // The state that enters a lane's elements.
 struct RowTilePrefix {
+    LaneMarks marks;                        // of the lane's elements, where sequences are packed
     RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
     State sum = State(0);                   // of what is summed over the row so far; not where rows are cut
     Affine composed, tile[1];         // before this lane, and of all of its row's
 
+    __device__ void mark(const Walk& walk, const Position& at) {
+        if constexpr (VARLEN) marks = walk.lane_marks<ITEMS>(at.first, TIMES, at.lane % LANES * ITEMS);
+    }
     // `lane_map` composes this lane's elements.
     __device__ void scan(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);
@@ -250,6 +286,7 @@ struct RowTilePrefix {
     // there, and look-back warps write the last.
     __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
         if (CUT) return composed(carried[0].x);
+        if (VARLEN) before = nullptr, after = nullptr;
         if (here.level == 0) carried[0] = before ? *before : State(0);
         const State entering = carried[0].x;
         carried[0] = tile[0](carried[0]);

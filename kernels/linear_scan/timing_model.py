@@ -35,10 +35,9 @@ _RESIDENT = 1024
 _SHARPNESS = 4
 
 #: ps for an element of contiguous channels, at least, where a gate is shared by all time steps: such designs read it again
-#: for each. Segments take as much more as they have fewer lanes along the channels. Timed on an H200, with (27, 144, 37132),
-#: (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one CTA passes over lose nothing.
+#: for each. Timed on an H200, with (27, 144, 37132), (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one
+#: CTA passes over, and segments, lose nothing.
 _SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
-_SHARED_GATES_IN_SEGMENTS = 40.0
 #: A coefficient for each of these, in ms but for those that say otherwise.
 COEFFICIENTS = (
     "call",
@@ -131,19 +130,16 @@ def predicted(
             return None
         work = work_of(shape_of_variant, shape.sizes, sm_count, model["gpu"]["bandwidth"])
         ms = milliseconds(work, model[shape_of_variant.design])
-        return max(ms, _least_with_shared_gates(shape_of_variant, text, shape.sizes))
+        return max(ms, _least_with_shared_gates(shape_of_variant, shape.sizes))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
 
 
-def _least_with_shared_gates(of: Geometry, text: str, sizes: Mapping[str, float]) -> float:
+def _least_with_shared_gates(of: Geometry, sizes: Mapping[str, float]) -> float:
     """Milliseconds below which a variant does not get if gates are broadcast; 0 if nothing is known."""
     if of.time_last or sizes["broadcast"] == 1:
         return 0.0
-    of_gate = _SHARED_GATES.get(of.design, 0.0)
-    if of.design == "segments":
-        of_gate = _SHARED_GATES_IN_SEGMENTS / Variant.parse(text).number("lanes")
-    return sizes["lines"] * sizes["time"] * of_gate * 1e-9
+    return sizes["lines"] * sizes["time"] * _SHARED_GATES.get(of.design, 0.0) * 1e-9
 
 
 def _serves(text: str, shape: Shape) -> bool:

@@ -30,7 +30,7 @@ from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.dispatch.shipped import can_be_built, holds
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
-from scan_registry.kernels.model import Family, Launch, Problem, Route
+from scan_registry.kernels.model import Family, Language, Launch, Problem, Route
 
 __all__ = [
     "BACKENDS",
@@ -128,7 +128,7 @@ def select(
     An archive for an architecture that the device cannot run is rejected as a whole, unread.
     """
     accepted, damaged = list[Candidate](), list[Rejected]()
-    languages = family.languages(problem)
+    languages = _languages(system, family, problem)
     for language in languages:
         if backend in ("auto", language):
             # Languages come in order of preference. Once one has a candidate, what the JIT would compile in a later
@@ -142,6 +142,12 @@ def select(
     accepted += [reference] if isinstance(reference, Candidate) else []
     winner = min(accepted, key=lambda candidate: candidate.order_among(languages), default=None)
     return Decision(system, family, problem, backend, lowest, winner, tuple(dict.fromkeys(damaged)))
+
+
+def _languages(system: System, family: Family, problem: Problem) -> tuple[Language, ...]:
+    """In order of preference; without a GPU, none has candidates."""
+    device = system.device
+    return family.languages(problem, device.shared_memory_per_block if device else 0)
 
 
 def _best(
@@ -187,7 +193,7 @@ def _losers(decision: Decision) -> tuple[list[Rejected], list[Rejected]]:
     outcomes, unfit, outranked = list[Candidate | Rejected](), list[Rejected](), list[Candidate]()
     # Archives that are rejected as a whole come up again for each language, and are listed once.
     whole = dict[Rejected, None]()
-    languages = decision.family.languages(problem)
+    languages = _languages(system, decision.family, problem)
     for language in languages:
         requested = decision.backend in ("auto", language)
         for candidate in candidates(system, decision.family, problem, language, all_dtypes=True):

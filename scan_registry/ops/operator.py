@@ -158,6 +158,11 @@ class Operator(Protocol):
         """Names of what the kernel writes, among those."""
         return ()
 
+    def partial_sums(self, problem: Any) -> Mapping[str, int]:
+        """Of outputs that count as their sum over the first dimension, since variants cut it in pieces of their own: the name,
+        and how many terms there are in all."""
+        return {}
+
     @property
     def _module(self) -> Any:
         return importlib.import_module(f"{kernels.__name__}.{self.name}.op.function")

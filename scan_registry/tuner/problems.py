@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -89,6 +89,11 @@ class Posed:
     def outputs(self) -> tuple[str, ...]:
         """Names of what the kernel writes, of what ``tensors`` gives."""
         return operator_of(self.case).outputs(self.case, self.problem)
+
+    @property
+    def partial_sums(self) -> Mapping[str, int]:
+        """Terms of outputs that count as their sum over the first dimension, by name."""
+        return operator_of(self.case).partial_sums(self.problem)
 
     def tensors(self, device: torch.device | str) -> dict[str, Tensor | None]:
         """New ones, by the names of the kernel's pointers; those that are not there are null."""

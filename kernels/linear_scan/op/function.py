@@ -74,8 +74,7 @@ def linear_scan(
 
     Args:
         gates: broadcasts with ``tokens`` to one shape. A gate that is broadcast (a decay per channel,
-            say) is read once, and its gradient summed up without one for every element. Where few channels have stride 1,
-            and the sequence is long, it may be written out for every step first.
+            say) is read once, and its gradient summed up without one for every element.
         tokens: float32, bfloat16, float16, float64 or complex64, on the CPU complex128 too. Gates may
             differ in dtype: float32 gates with narrower tokens are read as they are; other mixes are
             converted first, without loss. float64 goes with float64 only.

@@ -195,6 +195,9 @@ class LinearScan(Operator):
             return ("tokens_grad", *leaving)  # another kernel sums up the gates' gradient
         return ("gates_grad", "tokens_grad", *leaving)
 
+    def partial_sums(self, problem: LinearScanProblem) -> Mapping[str, int]:
+        return {"gates_grad": problem.time} if problem.sums else {}
+
 
 def _inputs(direction: str) -> tuple[str, ...]:
     """Names of the sequences that a pass reads beside the gates."""

@@ -148,6 +148,8 @@ inline unsigned __ballot_sync(unsigned, bool x) {
     });
     return bits;
 }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(int(bits)); }
 
 inline int emulated_lane() { return int(threadIdx.x % emulator::WARP); }
 template <class T>

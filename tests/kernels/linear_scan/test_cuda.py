@@ -75,6 +75,8 @@ def streamed() -> Iterator[Variant]:
             {"rows": 18},
             {"lanes": 4, "access": "misaligned"},
             {"prefix_lead": 2, "access": "misaligned"},
+            {"prefix_lead": 2, "access": "varlen"},
+            {"lanes": 16, "access": "varlen"},
             {"warps": 1, "rows": 4, "steps": 2, "access": "misaligned"},
             {"warps": 4, "rows": 1, "steps": 2, "access": "misaligned"},
         ],
@@ -203,14 +205,28 @@ def surround(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> Callable
     return untouched
 
 
-@pytest.mark.parametrize("name", ["channel_last_forward", "channel_last_backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+@pytest.mark.parametrize(
+    ("layout", "tile"),
+    [
+        ("channel_last", {"lanes_across": 16}),
+        ("time_last", {"prefix_lead": 2}),
+    ],
+    ids=str,
+)
 def test_a_walk_over_malformed_bounds_writes_nowhere_else(
-    name: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str,
+    reverse: bool,
+    layout: str,
+    tile: dict[str, int],
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
 ) -> None:
     torch.manual_seed(0)
+    name = f"{layout}_{direction}"
     kernel = FAMILY.kernel(name, "cuda")
-    variant = like(kernel, {"dtype": "float32", "access": "varlen", "lanes_across": 16})
+    variant = like(kernel, {"dtype": "float32", "access": "varlen", **tile})
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = replace(PACKED, reverse=reverse)
     case = cases.draw((1, 16, 300), setting, "float32", "cpu").case(name, aligned=True)

@@ -81,6 +81,28 @@ def test_one_gate_may_have_a_gradient_for_each_step(
     assert cases.relative_error(case.tensors["gates_grad"], expected) <= cases.TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_few_channels_with_one_gate_each_are_scanned_and_its_gradient_summed(
+    dtype: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Columns that are cut into segments: one tile, tiles that are not full, and several segments."""
+    torch.manual_seed(0)
+    checked = 0
+    for name in ("channel_last_forward", "channel_last_backward"):
+        kernel = FAMILY.kernel(name, "cuda")
+        variant = like(kernel, {"dtype": dtype, "access": "aligned", "prefix_lead": 1})
+        library = cuda_emulator.emulated(kernel, variant, tmp_path)
+        for shape, setting in product(((2, 48, 40), (1, 16, 3000), (3, 8, 300)), ONE_GATE[:2]):
+            trial = cases.draw(shape, setting, dtype, "cpu")
+            for sums in (False, True) if name == "channel_last_backward" else (False,):
+                case = trial.case(kernel.name, aligned=True, sums=sums)
+                if kernel.rules.accepts(variant, case.problem) is None:
+                    library.run(case.problem, case.tensors, seed=checked)
+                    assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+                    checked += sums or name == "channel_last_forward"
+    assert checked == 12
+
+
 @pytest.mark.parametrize("access", ["aligned", "varlen"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_walk_sums_the_gradient_of_one_gate(

@@ -229,8 +229,8 @@ def test_variants_of_another_version(a_device: Describe, a_binary: Make) -> None
 def test_a_family_may_prefer_triton_for_a_problem(
     archive_factory: Factory, a_device: Describe, available: str
 ) -> None:
-    """Of one row of 40 packed sequences, CUDA would have all but a few SMs idle."""
-    problem = replace(a_problem(40 * 4000), batch=1, channels=1, sequences=40)
+    """Of one misaligned row of 40 packed sequences, CUDA would have all but a few SMs idle."""
+    problem = replace(a_problem(40 * 4000), batch=1, channels=1, sequences=40, alignment=4)
     contents = [*CUDA, *TRITON] if available == "both" else CUDA
     archive = archive_factory("sm90", variants=contents)
     compilers = COMPILERS if available == "compiler" else None

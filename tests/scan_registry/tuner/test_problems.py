@@ -118,8 +118,8 @@ def test_the_problem_is_that_of_the_call(
 @pytest.mark.parametrize(
     ("text", "shape"),
     [
-        ("channel_last:2,8,64:float32:gates=channel", (1, 2 * 8)),
-        ("channel_last:2,8,64:bfloat16:gates=channel", (1, 2 * 8)),
+        ("channel_last:2,8,64:float32:gates=channel", (2, 2 * 8)),
+        ("channel_last:2,8,64:bfloat16:gates=channel", (2, 2 * 8)),
         ("channel_last:1,8,64:float32:sequences=3:gates=channel", (1, 3 * 8)),
         ("channel_last:2,7,63:float32:gates=channel", None),
         ("time_last:2,8,64:float32:gates=channel", (6, 2 * 8)),

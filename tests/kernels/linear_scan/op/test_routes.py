@@ -66,9 +66,9 @@ SLOW = {
     "channel_last:1,302,12334:bfloat16": ("padded", 24),
     "channel_last:1,9,857512:bfloat16:sequences=862": ("rows", 700),
     "channel_last:1,2,841815:bfloat16": ("rows", 250),
-    "channel_last:2,7,120965:float32:gates=channel": ("rows", 35),
+    "channel_last:2,7,120965:float32:gates=channel": ("padded", 35),
     "channel_last:1,17,85711:bfloat16:sequences=199": ("padded", 230),
-    "channel_last:1,10,274430:float32:gates=channel": ("padded, gates", 430),
+    "channel_last:1,10,274430:float32:gates=channel": ("padded", 430),
 }
 FAST = (
     "time_last:8,1536,8192:bfloat16",
