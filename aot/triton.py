@@ -12,6 +12,7 @@ from typing import Any
 
 from scan_registry.aot.toolchain import Compiled, CompileError, MissingCompilerError, Shared
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.package import NAME
 from scan_registry.catalog import distributions
 from scan_registry.hardware.target import CudaVersion, Target
 from scan_registry.kernels import ROOT
@@ -27,6 +28,8 @@ _SAME_PTX = {86: 80, 89: 80, 120: 100}
 #: Settings of a user's own kernels, which must not change ours.
 _FOREIGN = ("TRITON_", "MLIR_", "LLVM_", "PTXAS_", "DISABLE_PTXAS_OPT", "NVPTX_")
 
+#: How a copy on Hugging Face's Hub writes what ``_IMPORT`` finds. Digests of sources are the same in every copy.
+_RELATIVE = re.compile(r"^from \.\.\.kernels\.", re.MULTILINE)
 _IMPORT = re.compile(r"^from scan_registry\.kernels\.(\w+)\.(\w+) import", re.MULTILINE)
 
 #: A complex number is two floats to Triton; specs name those.
@@ -157,7 +160,7 @@ def _source(kernel: Kernel, variant: Variant, shared: Shared) -> Any:
             return module
 
     module = importlib.import_module(
-        f"scan_registry.kernels.{kernel.family}.{kernel.code.source.removesuffix('.py')}"
+        f"{NAME}.kernels.{kernel.family}.{kernel.code.source.removesuffix('.py')}"
     )
     constants = dict(kernel.code.constants(variant))
     elements = kernel.code.elements(variant)
@@ -198,7 +201,8 @@ class Triton:
             family, source = pending.pop()
             name = source if family == kernel.family else f"{family}/{source}"
             if name not in texts:
-                texts[name] = (ROOT / family / source).read_text(encoding="utf-8")
+                text = (ROOT / family / source).read_text(encoding="utf-8")
+                texts[name] = _RELATIVE.sub("from scan_registry.kernels.", text)
                 pending += [(of, f"{module}.py") for of, module in _IMPORT.findall(texts[name])]
         return texts
 

@@ -11,14 +11,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.artifact.archive import Binary, digest
+from scan_registry.base.package import FOLDER, NAME
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
 
-_START = "from scan_registry.aot.worker import main; main()"
+_START = f"from {FOLDER}.aot.worker import main; main()"
 _FAILED = 3
 
 
@@ -28,8 +30,10 @@ def compile_apart(variant: Variant, target: Target) -> tuple[Binary, bytes]:
         raise MissingCompilerError(
             f"{variant} compiles in a process of its own, and sys.executable names no Python"
         )
-    # The same packages as here, and nothing that happens to lie in the current folder.
-    path = os.pathsep.join(filter(None, map(_absolute, filter(None, sys.path))))
+    # The same packages as here, and nothing that happens to lie in the current folder. The fresh interpreter does not know
+    # this copy of the package by another name than its folder's.
+    places = sys.path if NAME == FOLDER else [str(Path(__file__).parents[2]), *sys.path]
+    path = os.pathsep.join(filter(None, map(_absolute, filter(None, places))))
     try:
         result = subprocess.run(
             [sys.executable, "-c", _START, str(variant), str(target)],

@@ -102,15 +102,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FallbackWarning": "scan_registry.dispatch.policy",
-    "NoKernelError": "scan_registry.dispatch.select",
-    "__version__": "scan_registry.version",
-    "catalogue": "scan_registry.catalog.inventory",
+    "FallbackWarning": ".dispatch.policy",
+    "NoKernelError": ".dispatch.select",
+    "__version__": ".version",
+    "catalogue": ".catalog.inventory",
     "compat": None,
     "distributed": None,
-    "explain": "scan_registry.diagnostics.explanation",
+    "explain": ".diagnostics.explanation",
     "nn": None,
-    "require": "scan_registry.dispatch.policy",
+    "require": ".dispatch.policy",
 }
 
 

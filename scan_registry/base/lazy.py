@@ -13,7 +13,8 @@ def names(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and the ``__dir__`` of the package whose globals are ``namespace``.
 
-    ``homes`` has the module that defines each name, or None for a name that is a module of the package.
+    ``homes`` has the module that defines each name, relative to the package if it begins with a dot, or None for a name that
+    is a module of the package.
     ``others`` returns more of them, and is first called for a name that is not in ``homes``.
     """
     package = namespace["__name__"]
@@ -27,7 +28,7 @@ def names(
         if home is None:
             value: Any = import_module(f"{package}.{name}")
         else:
-            value = getattr(import_module(home), name)
+            value = getattr(import_module(home, package), name)
         # Kept in this copy of the package: after a reload, sys.modules may hold another one.
         namespace[name] = value
         return value

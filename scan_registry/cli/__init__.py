@@ -139,6 +139,11 @@ def _main(words: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     try:
         return command(args.command).run(args)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "rich":
+            raise
+        complain(f"{PROGRAM}: error: this command prints with rich; `pip install rich`")
+        return 2
     except Exception as error:
         if not isinstance(error, _caused_by_users()):
             raise

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.base.package import NAME
 from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
@@ -279,7 +280,7 @@ def _cpu() -> tuple[str, str] | None:
     if release and (int(release[1]), int(release[2])) < _OLDEST_TORCH:
         return f"torch {version} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
     try:
-        import_module("scan_registry.ops._cpu")
+        import_module(f"{NAME}.ops._cpu")
     except ImportError as error:
         return f"this package's code for the CPU does not load: {error}", "reinstall scan-registry"
     return None

@@ -37,6 +37,5 @@ __all__ = [
 
 __getattr__, __dir__ = lazy.names(
     globals(),
-    dict.fromkeys(__all__)
-    | dict.fromkeys(("install", "uninstall"), "scan_registry.compat.installation"),
+    dict.fromkeys(__all__) | dict.fromkeys(("install", "uninstall"), ".installation"),
 )

@@ -101,7 +101,7 @@ def install(*packages: str) -> None:
         _refuse_original(name)
     for name in MODELS:
         if name in names:
-            importlib.import_module(f"scan_registry.compat.{name}").replace()
+            importlib.import_module(f"{__package__}.{name}").replace()
     if not missing:
         return
     late = sorted(filter(_looked_for, [*sys.modules]))
@@ -142,7 +142,7 @@ def uninstall(*packages: str) -> None:
     for name in _known(packages) or [*_finder.names, *MODELS]:
         if name in MODELS:
             # What was not imported has replaced nothing.
-            if replaced := sys.modules.get(f"scan_registry.compat.{name}"):
+            if replaced := sys.modules.get(f"{__package__}.{name}"):
                 replaced.restore()
             continue
         if name not in _finder.names:
@@ -234,7 +234,7 @@ class _Finder:
         place = fullname.removeprefix(package)
         if place not in modules:
             return None
-        source = importlib.util.find_spec(f"scan_registry.compat.{modules[place]}")
+        source = importlib.util.find_spec(f"{__package__}.{modules[place]}")
         assert source is not None
         loader: Any = _Loader(source.name)
         spec = importlib.util.spec_from_file_location(fullname, source.origin, loader=loader)

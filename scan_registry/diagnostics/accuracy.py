@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from scan_registry.artifact.archive import Binary
+from scan_registry.base.package import NAME
 from scan_registry.hardware import driver
 from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
@@ -22,7 +23,7 @@ from scan_registry.runtime import loader
 
 def cases_of(family_name: str) -> Cases:
     """The module that draws random problems for a family."""
-    cases: Cases = importlib.import_module(f"scan_registry.kernels.{family_name}.cases")
+    cases: Cases = importlib.import_module(f"{NAME}.kernels.{family_name}.cases")
     return cases
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, linear
 from torch.nn.utils.rnn import PackedSequence
 
+from scan_registry.base.package import NAME
 from scan_registry.kernels.rnn.op.function import rnn
 from scan_registry.kernels.rnn.op.layer import fast_layer, on_gpu
 from scan_registry.kernels.rnn.op.layer_composed import Cell
@@ -21,6 +22,8 @@ from scan_registry.nn.exports import Exports
 from scan_registry.nn.packing import Packing, Resets, turned_resets
 from scan_registry.nn.states import States, as_given, as_tensors, batched, by_heads, joined
 
+#: The module that keeps buffers, which may not be imported.
+_BUFFERS = f"{NAME}.kernels.rnn.op.buffers"
 #: The states before the first step and after the last one: a tensor, or a tuple of them.
 StateT = TypeVar("StateT")
 #: Sequences, and resets and results with them.
@@ -98,7 +101,7 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
     def __del__(self) -> None:
         # At the interpreter's end there may be no modules any more, nor ``sys``.
         known = getattr(sys, "modules", None)
-        pool = known.get("scan_registry.kernels.rnn.op.buffers") if known else None
+        pool = known.get(_BUFFERS) if known else None
         if pool is not None and "num_heads" in self.__dict__:  # set last
             heads, dim = self.num_heads * self._directions, self.hidden_size // self.num_heads
             pool.rnn_buffers.release(self.function, heads, padded(dim))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.base.package import NAME
+
 Formula = Callable[..., int]
 
 
@@ -44,6 +46,6 @@ def announce() -> None:
         registries += [mode.counter.flop_registry for mode in modes if isinstance(mode, kind)]
     for registry in registries:
         for name, formula in FORMULAS.items():
-            packet = getattr(torch.ops.scan_registry, name, None)
+            packet = getattr(getattr(torch.ops, NAME), name, None)
             if packet is not None:
                 registry.setdefault(packet, formula)

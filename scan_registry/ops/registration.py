@@ -18,7 +18,10 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 
-NAMESPACE = "scan_registry"
+from scan_registry.base.package import NAME
+
+#: That of torch.ops. Each copy of the package has its own, as it has its own functions.
+NAMESPACE = NAME
 #: Keys of what computes: no frame for torch.compile to look into while a compiled function runs.
 _DEVICES = ("CPU", "CUDA")
 

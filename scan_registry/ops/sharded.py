@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-_HOME = "scan_registry.distributed.time_shards"
+from scan_registry.base.package import NAME
+
+_HOME = f"{NAME}.distributed.time_shards"
 _PLAIN_TYPES = (Tensor, Parameter)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from scan_registry.base.package import NAME
 from scan_registry.catalog import distributions
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ BASELINES = (SCALAR, WARP)
 TIMED = (*BASELINES, COMPLEX, SEQUENTIAL_CUDA, SEQUENTIAL_TRITON)
 
 #: This project, called as its users call it; not one of the baselines.
-OURS = Baseline("scan-registry", "scan-registry", "scan_registry", "linear_scan")
+OURS = Baseline("scan-registry", "scan-registry", NAME, "linear_scan")
 
 
 def installed() -> list[Baseline]:

@@ -33,7 +33,7 @@ def differentiable(
     """The wanted gradients of the call with this number. All ranks have to call this, since it contains collectives.
     ``saved`` are the gates, the states and the initial state."""
     gates, states, initial_state = saved
-    scan: Any = import_module("scan_registry.kernels.linear_scan.op.distributed").linear_scan
+    scan: Any = import_module(".distributed", __package__).linear_scan
     members, (dim, reverse, final, backend) = run.members, run.options
     cu_seqlens = run.cu_seqlens
     time = run.shape[dim]

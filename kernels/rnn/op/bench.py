@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from scan_registry.base.package import NAME
 from scan_registry.dispatch.select import NoKernelError
 from scan_registry.kernels.rnn.problem import DTYPES, SIZES, Function, RnnBackend
 from scan_registry.ops.benchmark import (
@@ -203,7 +204,7 @@ _KINDS: dict[Function, str] = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN"}
 MODULES = tuple(
     Module(home, kind, function)
     for function, kind in _KINDS.items()
-    for home in ("torch.nn", "scan_registry.nn")
+    for home in ("torch.nn", f"{NAME}.nn")
 )
 
 

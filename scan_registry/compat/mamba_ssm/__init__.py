@@ -24,11 +24,11 @@ __all__ = ["Mamba", "Mamba2", "mamba_inner_fn", "modules", "ops", "selective_sca
 __getattr__, __dir__ = lazy.names(
     globals(),
     {
-        "Mamba": "scan_registry.compat.mamba_ssm.modules.mamba_simple",
-        "Mamba2": "scan_registry.compat.mamba_ssm.modules.mamba2",
-        "mamba_inner_fn": "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
+        "Mamba": ".modules.mamba_simple",
+        "Mamba2": ".modules.mamba2",
+        "mamba_inner_fn": ".ops.selective_scan_interface",
         "modules": None,
         "ops": None,
-        "selective_scan_fn": "scan_registry.compat.mamba_ssm.ops.selective_scan_interface",
+        "selective_scan_fn": ".ops.selective_scan_interface",
     },
 )
