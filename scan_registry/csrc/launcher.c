@@ -26,8 +26,10 @@ static PyMethodDef functions[] = {
      "Take the addresses of the driver's functions."},
     {NULL, NULL, 0, NULL}};
 
+/* Two copies of this package that have the same library file, as two revisions in the cache of Hugging Face's Hub may, have these
+   types in common: the file is loaded once, and its functions know one type of each. */
 static int add_type(PyObject *module, const char *name, PyType_Spec *spec, PyTypeObject **type) {
-    *type = (PyTypeObject *)PyType_FromSpec(spec);
+    if (!*type) *type = (PyTypeObject *)PyType_FromSpec(spec);
     if (!*type) return -1;
     Py_INCREF(*type); /* for what it is compared with */
     const int status = PyModule_AddObject(module, name, (PyObject *)*type);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
 
+from scan_registry.hardware import _launcher
 from scan_registry.hardware._launcher import Launch
 
 FIXED: dict[str, Any] = {
@@ -41,3 +43,15 @@ def test_what_cannot_be_launched(wrong: dict[str, Any], error: type[Exception], 
 def test_run_wants_a_stream_and_every_pointer() -> None:
     with pytest.raises(TypeError, match="a stream and 2 pointers, got 2 arguments"):
         Launch(**FIXED).run(0, 1)
+
+
+def test_copies_of_the_package_that_share_the_library_share_its_types() -> None:
+    """Otherwise the first copy's functions would refuse its own launches once the second copy is imported."""
+    spec = spec_from_file_location("another_copy._launcher", _launcher.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copy = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    assert copy is not _launcher
+    for name in ("Launch", "FastLaunch", "FastPath"):
+        assert getattr(copy, name) is getattr(_launcher, name)
