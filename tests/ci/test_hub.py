@@ -229,4 +229,5 @@ def test_it_works_beside_the_wheel_and_in_transformers(
     assert models["norm"]["replaced"]
     assert models["norm"]["error"] < 1e-5
     assert models["compiled"] < 1e-5
+    assert "does not support backward" in models["training"]
     assert models.get("selftest", 0) == 0

@@ -143,6 +143,14 @@ answers["norm"] = {
     "error": (before - norm[0](x, gate)).abs().max().item(),
     "replaced": norm[0].forward.__func__.__module__.startswith(kernel.__name__),
 }
+model = MODELS["mamba"][0](MODELS["mamba"][1]).to(device)
+step = LocalLayerRepository(repository, layer_name="selective_state_update")
+try:
+    with kernels.use_kernel_mapping({"selective_state_update": {device: {Mode.TRAINING: step}}}, inherit_mapping=False):
+        kernels.kernelize(model, mode=Mode.TRAINING, device=device)
+except ValueError as error:
+    answers["training"] = str(error)
+
 scan = kernel.layers.selective_scan_fn()
 u, dt, A = torch.randn(1, 4, 6, device=device), torch.rand(1, 4, 6, device=device), -torch.rand(4, 8, device=device)
 B = torch.randn(1, 8, 6, device=device)
