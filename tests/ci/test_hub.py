@@ -81,8 +81,16 @@ def test_the_loader_reads_the_metadata(repository: Path, name: str) -> None:
     assert (metadata.license, metadata.python_depends) == ("apache-2.0", [])
     assert re.fullmatch(r"scan_registry_(cpu|cuda)_[0-9a-f]{16}", metadata.id)
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, folder))
-    archs = metadata.backend.archs
-    assert archs is None if "-cpu-" in name else {"9.0", "8.0+PTX"} <= {*archs}
+    _, targets = hub.chosen(hub.installed(), None)
+    assert metadata.backend.archs == (
+        None if "-cpu-" in name else [hub.capability(target) for target in targets]
+    )
+
+
+def test_targets_as_the_loader_compares_them() -> None:
+    labels = ("sm90", "sm90a", "sm120", "ptx80")
+    spelt = [hub.capability(Target.parse(label)) for label in labels]
+    assert spelt == ["9.0", "9.0a", "12.0", "8.0+PTX"]
 
 
 def test_no_two_variants_have_the_same_name_in_python(repository: Path) -> None:

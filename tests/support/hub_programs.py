@@ -43,8 +43,7 @@ answers = {words[0]: call(*words) for words in (["inspect"], ["selftest", "--dev
 import importlib
 
 part = lambda name: importlib.import_module(f"{kernel.__name__}.{name}")
-archive = next(a for a in kernel.catalogue().archives if a.arch.label == "sm90")
-binary = next(b for b in archive.binaries if b.variant.language == "triton")
+binary = next(b for a in kernel.catalogue().archives for b in a.binaries if b.variant.language == "triton")
 worker = part("aot.worker")
 worker._START = f"import scan_registry; assert {str(folder)!r} in scan_registry.__file__; {worker._START}"
 compiled, content = worker.compile_apart(binary.variant, binary.target)
