@@ -7,9 +7,9 @@
     OUT/build/<variant>/metadata.json       what the ``kernels`` library reads before it loads the variant
     OUT/build/<variant>/scan_registry/      the package
 
-The package needs nothing of torch's C++ interface, so one variant serves every release of torch from 2.6 on. There is one for
-each platform, and there one for each major release of CUDA that torch is built with and one for torch without CUDA, which has no
-archives. The loader downloads one variant.
+The package needs nothing of torch's C++ interface, so one variant serves every release of torch from 2.6 on. Each platform has a
+variant for each major release of CUDA that torch is built with, and a variant without archives for torch without CUDA. The
+loader downloads one variant.
 
 The loader imports the package under the name ``id`` of metadata.json, which is unique to the content. So the copy's imports
 are relative, and it has its own namespace in torch.ops, whatever other copies a process has loaded. The same files give the same
