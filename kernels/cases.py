@@ -5,14 +5,17 @@ A family's ``cases.py`` draws random problems, with what its float64 reference m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from itertools import cycle
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 _Tensor = TypeVar("_Tensor", Tensor, "Tensor | None")
+_Setting = TypeVar("_Setting")
+_Trial = TypeVar("_Trial")
 
 
 class Launched(Protocol):
@@ -63,6 +66,30 @@ class Trial(Protocol):
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""
         return (self.case(kernel, aligned=aligned) for aligned in (True, False))
+
+
+@dataclass(frozen=True)
+class RandomTrial(Trial, Generic[_Setting]):
+    """One of a shape and a setting, which are all that its name says."""
+
+    shape: tuple[int, ...]
+    setting: _Setting
+    dtype: str
+    inputs: dict[str, Tensor | None]
+    expected: dict[str, Tensor]
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.setting}".strip()
+
+
+def in_turn(
+    draw: Callable[..., _Trial], settings: Sequence[Any], count: int, dtype: str, shapes: Any, device: Any
+) -> Iterator[_Trial]:  # fmt: skip
+    """What ``draw`` makes of ``count`` settings for each shape, all in turn."""
+    turn = cycle(settings)
+    for shape in shapes:
+        for _ in range(count):
+            yield draw(shape, next(turn), dtype, device)
 
 
 class Cases(Protocol):

@@ -7,8 +7,7 @@ every kernel is covered, whether or not a public function passes it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import cycle
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -112,18 +111,8 @@ class Case(cases.Case):
         return relative_error(out.double().sum(0) if name == "partials" else out, expected, among)
 
 
-@dataclass(frozen=True)
-class Trial(cases.Trial):
+class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64."""
-
-    shape: Shape
-    setting: Setting
-    dtype: str
-    inputs: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.setting}"
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this, in memory of its own; unless ``aligned``, with gaps between rows
@@ -340,8 +329,4 @@ def _numbered(batch: int, time: int) -> Tensor:
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
     """Four settings for each shape, all in turn."""
-    settings = cycle(SETTINGS)
-    for shape in shapes:
-        for _ in range(4):
-            setting = next(settings)
-            yield draw(shape, replace(setting), dtype, device)
+    return cases.in_turn(draw, SETTINGS, 4, dtype, shapes, device)

@@ -153,22 +153,12 @@ class Case(cases.Case):
         return relative_error(whole, expected, among)
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64 or complex128.
 
     Sequences are (outer, batch, channels, time), with 1 where gates are broadcast; states are (outer,
     batch, channels), and where sequences are packed (outer, batch, channels, sequences).
     """
-
-    shape: Shape
-    setting: Setting
-    dtype: str
-    inputs: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.setting}".strip()
 
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -117,18 +116,10 @@ class Case(cases.Case):
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64."""
 
-    shape: Shape
-    setting: Setting
-    dtype: str
-    inputs: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
     terms: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.setting}"
 
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""
@@ -271,7 +262,4 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
     """Two settings for each shape, all in turn."""
-    settings = cycle(SETTINGS)
-    for shape in shapes:
-        for _ in range(2):
-            yield draw(shape, next(settings), dtype, device)
+    return cases.in_turn(draw, SETTINGS, 2, dtype, shapes, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -75,18 +74,8 @@ THOROUGH: tuple[Shape, ...] = (
 _TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
 
 
-@dataclass(frozen=True)
-class Trial(cases.Trial):
+class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64."""
-
-    shape: Shape
-    setting: Setting
-    dtype: str
-    inputs: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.setting}"
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch that computes this, in memory of its own; unless ``aligned``, with gaps between elements."""
@@ -221,7 +210,4 @@ def solved(inputs: Mapping[str, Tensor | None], setting: Setting) -> dict[str, T
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
     """Two settings for each shape, all in turn."""
-    settings = cycle(SETTINGS)
-    for shape in shapes:
-        for _ in range(2):
-            yield draw(shape, next(settings), dtype, device)
+    return cases.in_turn(draw, SETTINGS, 2, dtype, shapes, device)

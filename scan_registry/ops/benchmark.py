@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.ops.operator import PASSES, Option
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch import device as Device
 
 Call = Callable[[], Any]
@@ -53,6 +55,76 @@ class Case(Protocol):
         """Bytes that must move, which those tensors share; 0 where memory is no bound."""
 
     def to_json(self) -> dict[str, Any]: ...
+
+
+class SequenceCase:
+    """A case of sequences (batch, channels, time) in the layout ``time_last`` or ``channel_last``. A family's case is a frozen
+    dataclass that has these fields among its own."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def layout(self) -> str: ...
+        @property
+        def batch(self) -> int: ...
+        @property
+        def channels(self) -> int: ...
+        @property
+        def time(self) -> int: ...
+        @property
+        def dtype(self) -> str: ...
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.batch}, {self.channels}, {self.time}"
+
+    @property
+    def options(self) -> str:
+        return ""
+
+    @property
+    def group(self) -> str:
+        words = [self.layout, f"{self.batch} × {self.channels}", self.options]
+        return ", ".join(filter(None, words))
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
+
+    @property
+    def dim(self) -> int:
+        """The time dimension of ``contiguous`` tensors, counted from the last."""
+        return -1 if self.layout == "time_last" else -2
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of ``contiguous`` tensors."""
+        if self.layout == "time_last":
+            return self.batch, self.channels, self.time
+        return self.batch, self.time, self.channels
+
+    def contiguous(self, device: Device | str) -> Tensor:
+        """A new random tensor, as a model of this layout has it."""
+        import torch
+
+        return torch.randn(self.shape, device=device, dtype=getattr(torch, self.dtype))
+
+    def sequence(self, device: Device | str) -> Tensor:
+        """A new random tensor (batch, channels, time) in the case's layout."""
+        drawn = self.contiguous(device)
+        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
+
+    def moves(self, direction: str) -> tuple[int, int]:
+        """How many sequences a pass reads and writes."""
+        raise NotImplementedError
+
+    def traffic(self, direction: str) -> int:
+        """Bytes that must move."""
+        size = self.batch * self.channels * self.time * ITEM_SIZE[self.dtype]
+        return size * sum(self.moves(direction))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self)}
 
 
 class Baseline(Protocol):
@@ -116,6 +188,8 @@ class Results(Protocol):
 class Benchmark(Protocol):
     """What is timed of one operator.
 
+    case_type    of the family, whose ``parse`` reads what ``--case`` takes
+    usual        cases where none is named, as text: on a GPU and on the CPU
     subject      what it times, in a word
     description  how, in the command's help
     case_help    what ``--case`` takes
@@ -131,6 +205,8 @@ class Benchmark(Protocol):
                  lines over the length of sequences; else it has bars for each case
     """
 
+    case_type: Any = None
+    usual: tuple[Sequence[str], Sequence[str]] = ((), ())
     subject: str
     description: str
     case_help: str
@@ -146,10 +222,12 @@ class Benchmark(Protocol):
 
     def parse(self, text: str) -> Case:
         """The case that prints as ``text``; ``ValueError`` for anything else."""
+        return self.case_type.parse(text)  # type: ignore[no-any-return]
 
     def cases(self, options: Namespace, kind: str) -> list[Any]:
         """Those that ``--case`` names, or else the options choose, on a ``cuda`` or ``cpu`` device;
         ``ValueError`` for options that are not valid."""
+        return [self.parse(text) for text in options.case or self.usual[kind != "cuda"]]
 
     def draw(self, number: int, seed: int) -> list[Any]:
         """Random cases, the same for the same seed, where it ``draws`` any."""
@@ -188,6 +266,17 @@ class Benchmark(Protocol):
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
         """As JSON."""
         return timing.to_json()
+
+    def target_ms(self, timing: Timing, kind: str) -> float | None:
+        """The most time that this package may take; None where there is no target."""
+        return None
+
+    def verdict(self, timing: Timing, results: Results, form: str = "{:.3f}") -> str:
+        """The target, and whether it is met; empty where there is none."""
+        target = self.target_ms(timing, results.device.type)
+        if target is None:
+            return ""
+        return f"{form.format(target)} " + ("met" if timing.ms <= target else "[red]missed[/]")
 
 
 def _unit(results: Results) -> tuple[str, float]:

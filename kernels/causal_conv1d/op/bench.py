@@ -4,16 +4,14 @@ baseline."""
 from __future__ import annotations
 
 import importlib
-from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.causal_conv1d.problem import DTYPES, WIDTHS
-from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import Baseline, Benchmark, Call
+from scan_registry.ops.benchmark import Baseline, Benchmark, Call, SequenceCase
 from scan_registry.ops.operator import PASSES
 
 if TYPE_CHECKING:
@@ -36,7 +34,7 @@ ON_CPU = ("time_last:2,64,256:float32",)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(SequenceCase):
     """A convolution to time, with a bias and SiLU: ``time_last:8,2048,2048:bfloat16``, batch, channels and time."""
 
     family: ClassVar[str] = "causal_conv1d"
@@ -72,41 +70,12 @@ class Case:
         return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
 
     @property
-    def sizes(self) -> str:
-        return f"{self.batch}, {self.channels}, {self.time}"
-
-    @property
     def options(self) -> str:
         return "" if self.width == 4 else f"width {self.width}"
-
-    @property
-    def group(self) -> str:
-        words = [self.layout, f"{self.batch} × {self.channels}", self.options]
-        return ", ".join(filter(None, words))
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
 
     def moves(self, direction: str) -> tuple[int, int]:
         """x and y; backward x, the gradient of y and that of x."""
         return (1, 1) if direction == PASSES[0] else (2, 1)
-
-    def traffic(self, direction: str) -> int:
-        size = self.batch * self.channels * self.time * ITEM_SIZE[self.dtype]
-        return size * sum(self.moves(direction))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def sequence(self, device: torch.device | str) -> Tensor:
-        """A new random tensor (batch, channels, time) in the case's layout."""
-        import torch
-
-        last = (self.batch, self.channels, self.time)
-        shape = last if self.layout == "time_last" else (last[0], last[2], last[1])
-        drawn = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
-        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
 
     def filters(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """New random weights and biases."""
@@ -160,6 +129,7 @@ class CausalConv1d:
 class ConvBenchmark(Benchmark):
     """Convolutions of width 4 in both layouts."""
 
+    case_type, usual = Case, (USUAL, ON_CPU)
     subject = "causal convolutions"
     description = (
         "Times the forward and the backward pass of causal convolutions with a bias and SiLU, and the package "
@@ -171,13 +141,6 @@ class ConvBenchmark(Benchmark):
     )
     columns = ("layout", "B, C, T~", "dtype")
     backends = (("cuda",), ("auto",))
-
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
-
-    def cases(self, args: Namespace, kind: str) -> list[Case]:
-        usual = USUAL if kind == "cuda" else ON_CPU
-        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""

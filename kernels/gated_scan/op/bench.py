@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,8 +13,15 @@ from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import DTYPES, LAYOUTS
-from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import OURS, Baseline, Benchmark, Call, Results, Timing
+from scan_registry.ops.benchmark import (
+    OURS,
+    Baseline,
+    Benchmark,
+    Call,
+    Results,
+    SequenceCase,
+    Timing,
+)
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import PASSES, Option, known
 
@@ -32,12 +39,11 @@ TARGETS = (0.80, 0.75)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(SequenceCase):
     """A scan to time, without options: ``min_gru:channel_last:8,2560,4096:bfloat16``, batch, channels and time, whatever
     the layout."""
 
     family: ClassVar[str] = "gated_scan"
-    options: ClassVar[str] = ""
 
     kind: str
     layout: str
@@ -68,10 +74,6 @@ class Case:
         return f"{self.kind}:{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}"
 
     @property
-    def sizes(self) -> str:
-        return f"{self.batch}, {self.channels}, {self.time}"
-
-    @property
     def group(self) -> str:
         return f"{self.kind}, {self.layout}, {self.batch} × {self.channels}"
 
@@ -84,31 +86,6 @@ class Case:
         states and their gradient, and writes the gradients of the inputs."""
         inputs = len(KINDS[self.kind].inputs)
         return (inputs, 1) if direction == PASSES[0] else (inputs + 2, inputs)
-
-    def traffic(self, direction: str) -> int:
-        size = self.batch * self.channels * self.time * ITEM_SIZE[self.dtype]
-        return size * sum(self.moves(direction))
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def dim(self) -> int:
-        """The time dimension of ``contiguous`` tensors."""
-        return -1 if self.layout == "time_last" else -2
-
-    def contiguous(self, device: torch.device | str) -> Tensor:
-        """A new random tensor, as a model of this layout has it."""
-        import torch
-
-        sizes = self.batch, self.channels, self.time
-        shape = sizes if self.layout == "time_last" else (sizes[0], sizes[2], sizes[1])
-        return torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
-
-    def sequence(self, device: torch.device | str) -> Tensor:
-        """A new random tensor (batch, channels, time) in the case's layout."""
-        drawn = self.contiguous(device)
-        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
 
     def parameters(self, device: torch.device | str) -> list[Tensor]:
         """New random channel parameters from 0 to 0.9, a range that is valid for a lower bound, too."""
@@ -242,6 +219,7 @@ BASELINES = (
 class GatedScanBenchmark(Benchmark):
     """Times scans of three sizes in both layouts, and compares them with the targets."""
 
+    case_type = Case
     subject = "gated scans"
     description = (
         "Times the forward and the backward pass of gated scans, and beside them gates by torch's operators with "
@@ -259,13 +237,10 @@ class GatedScanBenchmark(Benchmark):
         ),
     )
 
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
-
     def cases(self, args: Namespace, kind: str) -> list[Case]:
         kinds = [known("--kind", kind_name, [*KINDS][1:]) for kind_name in args.kind] or TIMED
         if args.case:
-            return [Case.parse(text) for text in args.case]
+            return super().cases(args, kind)
         if kind == "cuda":
             every = product(kinds, ("channel_last", "time_last"), SIZES, ("bfloat16", "float32"))
         else:
@@ -298,10 +273,7 @@ class GatedScanBenchmark(Benchmark):
         return *super().measures(results), "target>"
 
     def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
-        target, outcome = self.target_ms(timing, results.device.type), ""
-        if target is not None:
-            outcome = f"{target:.3f} ms " + ("met" if timing.ms <= target else "[red]missed[/]")
-        return *super().measured(timing, results), outcome
+        return *super().measured(timing, results), self.verdict(timing, results, "{:.3f} ms")
 
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
         return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.op.baselines import Baseline, installed
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import Benchmark, Call, PerformanceTarget, lengths, whole_number
+from scan_registry.ops.benchmark import (
+    Benchmark,
+    Call,
+    PerformanceTarget,
+    SequenceCase,
+    lengths,
+    whole_number,
+)
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import MOST_ELEMENTS, PASSES, Option, known
 
@@ -28,7 +35,7 @@ _SEED = 1  # of the sequences' lengths, which are the same in every run
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(SequenceCase):
     """One scan to time: (batch, channels, time), whatever the layout in memory.
 
     sequences  how many of random length are packed along time; 0: none are
@@ -89,10 +96,6 @@ class Case:
         return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
 
     @property
-    def sizes(self) -> str:
-        return f"{self.batch}, {self.channels}, {self.time}"
-
-    @property
     def options(self) -> str:
         """In words, what is not as usual; empty if nothing is."""
         packed = [f"{self.sequences} packed sequences"] if self.sequences else []
@@ -100,37 +103,14 @@ class Case:
         others = ["reverse"] * self.reverse + ["initial and final state"] * self.state
         return ", ".join([*packed, *shared, *others])
 
-    @property
-    def group(self) -> str:
-        words = [self.layout, f"{self.batch} × {self.channels}", self.options]
-        return ", ".join(filter(None, words))
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
-
     def to_json(self) -> dict[str, Any]:
         """The fields; those of options only where there are any."""
         usual = {"sequences": 0, "gates": GATES[0], "reverse": False, "state": False}
         return {k: v for k, v in vars(self).items() if usual.get(k) != v}
 
-    @property
-    def dim(self) -> int:
-        """The time dimension, counted from the last."""
-        return -1 if self.layout == "time_last" else -2
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Of each tensor."""
-        if self.layout == "time_last":
-            return self.batch, self.channels, self.time
-        return self.batch, self.time, self.channels
-
     def sequence(self, device: torch.device | str) -> Tensor:
         """A new random tensor of the shape and dtype."""
-        import torch
-
-        return torch.randn(self.shape, device=device, dtype=getattr(torch, self.dtype))
+        return self.contiguous(device)
 
     def random_gates(self, device: torch.device | str) -> Tensor:
         """New random gates of the dtype, of |gate| ≤ 1."""
@@ -174,10 +154,6 @@ class Case:
         if self.gates == "channel":
             return reads - 1, max(1, writes - 1)
         return reads, writes
-
-    def traffic(self, direction: str) -> int:
-        """Bytes that must move."""
-        return self.tensor_bytes() * sum(self.moves(direction))
 
 
 # --- Targets ----------------------------------------------------------------------------------
@@ -224,6 +200,7 @@ TARGETS = tuple(sorted(_targets(), key=lambda target: target.case.tensor_bytes()
 class ScanBenchmark(Benchmark):
     """Scans over a range of sequence lengths, or cases by name."""
 
+    case_type = Case
     subject = "scans"
     description = (
         "Times the forward and the backward pass over a range of sequence lengths: on a GPU both languages of "
@@ -265,9 +242,6 @@ class ScanBenchmark(Benchmark):
             help=f"{' '.join(DTYPE_WORDS)}; default: bfloat16",
         ),
     )
-
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
 
     def cases(self, args: Namespace, kind: str) -> list[Case]:
         named = [Case.parse(text) for text in args.case]

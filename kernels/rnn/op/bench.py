@@ -214,6 +214,7 @@ MODULES = tuple(
 class NetworkBenchmark(Benchmark):
     """Networks of the usual batch and time, each with what it is to take at most."""
 
+    case_type = Network
     subject = "recurrent networks"
     description = (
         "Times forward passes, and forward with backward ones, of recurrent networks: by this package, by "
@@ -239,9 +240,6 @@ class NetworkBenchmark(Benchmark):
             help=f"sequence lengths; default: {TIME}",
         ),
     )
-
-    def parse(self, text: str) -> Network:
-        return Network.parse(text)
 
     def cases(self, args: Namespace, kind: str) -> list[Network]:
         usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
@@ -291,11 +289,7 @@ class NetworkBenchmark(Benchmark):
         return "µs/step>", "target>"
 
     def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
-        target = self.target_ms(timing, results.device.type)
-        outcome = ""
-        if target is not None:
-            outcome = f"{target:g} " + ("met" if timing.ms <= target else "[red]missed[/]")
-        return f"{timing.us_per_step:.2f}", outcome
+        return f"{timing.us_per_step:.2f}", self.verdict(timing, results, "{:g}")
 
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
         return {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.catalog import distributions
@@ -14,7 +13,15 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.kernels.selective_scan.op.operator import GATES
 from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
-from scan_registry.ops.benchmark import OURS, Baseline, Benchmark, Call, Results, Timing
+from scan_registry.ops.benchmark import (
+    OURS,
+    Baseline,
+    Benchmark,
+    Call,
+    Results,
+    SequenceCase,
+    Timing,
+)
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import PASSES
 
@@ -44,7 +51,7 @@ FACTORS = (2.5, 3.0)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(SequenceCase):
     """A scan as in Mamba's blocks, with D, a bias and softplus: ``time_last:8,2048,2048,16:bfloat16``, batch, channels,
     time and states.
 
@@ -103,10 +110,6 @@ class Case:
         sizes = f"{self.batch} × {self.channels}, {self.states} states"
         return ", ".join(filter(None, [self.layout, sizes, self.options]))
 
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return self.layout, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
-
     def moves(self, direction: str) -> tuple[int, int]:
         """u, delta, z and the output; backward also the output's gradient and those of u, delta and z."""
         gate = int(self.gate == GATES[0])
@@ -118,18 +121,6 @@ class Case:
         projections = self.batch * self.groups * self.states * self.time
         count = 2 if direction == PASSES[0] else 4
         return ITEM_SIZE[self.dtype] * (elements * sum(self.moves(direction)) + count * projections)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def sequence(self, device: torch.device | str) -> Tensor:
-        """A new random tensor (batch, channels, time) in the case's layout."""
-        import torch
-
-        last = (self.batch, self.channels, self.time)
-        shape = last if self.layout == "time_last" else (last[0], last[2], last[1])
-        drawn = torch.randn(shape, device=device, dtype=getattr(torch, self.dtype))
-        return drawn if self.layout == "time_last" else drawn.transpose(1, 2)
 
     def inputs(self, device: torch.device | str) -> Inputs:
         """New ones. Step sizes are some hundredths."""
@@ -194,6 +185,7 @@ class MambaSsm:
 class SelectiveScanBenchmark(Benchmark):
     """Scans of the sizes of Mamba's blocks, each with what it is to take at most."""
 
+    case_type, usual = Case, (tuple(MAMBA_SSM), ON_CPU)
     subject = "selective scans"
     description = (
         "Times the forward and the backward pass of selective scans with D, a bias, softplus and, unless a case says "
@@ -205,13 +197,6 @@ class SelectiveScanBenchmark(Benchmark):
     )
     columns = ("layout", "B, D, T, N~", "dtype")
     backends = (("cuda",), ("auto",))
-
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
-
-    def cases(self, args: Namespace, kind: str) -> list[Case]:
-        usual = [*MAMBA_SSM] if kind == "cuda" else [*ON_CPU]
-        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
@@ -237,16 +222,10 @@ class SelectiveScanBenchmark(Benchmark):
         return *super().measures(results), "target ms>"
 
     def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
-        target, outcome = self.target_ms(timing, results.device.type), ""
-        if target is not None:
-            outcome = f"{target:.3f} " + ("met" if timing.ms <= target else "[red]missed[/]")
-        return *super().measured(timing, results), outcome
+        return *super().measured(timing, results), self.verdict(timing, results)
 
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
-        return {
-            **timing.to_json(),
-            "target_ms": self.target_ms(timing, results.device.type),
-        }
+        return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
 
     def target_ms(self, timing: Timing, kind: str) -> float | None:
         """What this package is to take at most, where there is a target: a share of what mamba_ssm takes."""

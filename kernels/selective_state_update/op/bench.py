@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -148,6 +147,7 @@ class MambaSSM:
 class StepBenchmark(Benchmark):
     """Steps of Mamba and Mamba-2 with all options but indices."""
 
+    case_type, usual = Case, (USUAL, ON_CPU)
     subject = "steps of selective scans"
     description = (
         "Times one step of a selective scan in place of its state, with D, z, a bias and softplus, and the package "
@@ -160,13 +160,6 @@ class StepBenchmark(Benchmark):
     columns = ("kind", "sizes~", "dtype")
     passes = (PASS,)
     backends = (("cuda",), ("auto",))
-
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
-
-    def cases(self, args: Namespace, kind: str) -> list[Case]:
-        usual = USUAL if kind == "cuda" else ON_CPU
-        return [Case.parse(text) for text in args.case or usual]
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         from scan_registry.kernels.selective_state_update.op.function import selective_state_update
