@@ -19,6 +19,15 @@ HIDDEN void add_functions(Functions *more);
         add_functions(&more);                                 \
     }
 
+/* A function of Python that returns an expression of args and count; and its row in a table. */
+#define PYTHON_FUNCTION(name, result)                                                  \
+    static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t count) { \
+        (void)module;                                                                  \
+        return result;                                                                 \
+    }
+#define FUNCTION_ROW(name, text) \
+    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, text}
+
 UNUSED static int fail(const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
@@ -61,4 +70,38 @@ UNUSED static int integers(PyObject *tuple, const char *direction, const char *w
         if (PyErr_Occurred()) return -1;
     }
     return 0;
+}
+
+/* The largest number of threads to use; 0 where it is refused. */
+UNUSED static int64_t threads_allowed(PyObject *number) {
+    const long long threads = PyLong_AsLongLong(number);
+    if (threads == -1 && PyErr_Occurred()) return 0;
+    if (threads >= 1) return threads;
+    fail("threads is %lld", threads);
+    return 0;
+}
+
+/* A copy of the offsets, which nothing can change afterwards: all indices follow from it. Where no
+ * sequences are packed, those of one. NULL where they are refused. */
+UNUSED static int64_t *copied_offsets(int64_t pointer, int64_t packed, int64_t time) {
+    const int64_t *from = (const int64_t *)(uintptr_t)pointer, sequences = packed ? packed : 1;
+    int64_t *offsets = NULL;
+    if (packed && !from) {
+        fail("offsets of %lld sequences is null", (long long)packed);
+        return NULL;
+    }
+    if (sequences < PTRDIFF_MAX / (int64_t)sizeof *offsets)
+        offsets = malloc((size_t)(sequences + 1) * sizeof *offsets);
+    if (!offsets) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    offsets[0] = 0, offsets[1] = time;
+    if (packed) memcpy(offsets, from, (size_t)(sequences + 1) * sizeof *offsets);
+    int rises = offsets[0] == 0 && offsets[sequences] == time;
+    for (int64_t s = 0; s < sequences; s++) rises &= offsets[s] <= offsets[s + 1];
+    if (rises) return offsets;
+    free(offsets);
+    fail("offsets do not rise from 0 to time, %lld", (long long)time);
+    return NULL;
 }

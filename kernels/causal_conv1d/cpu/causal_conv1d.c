@@ -70,9 +70,8 @@ static int common(PyObject *const *args, Py_ssize_t count, const char *name, int
     if (*weight_type != *type && *weight_type != FLOAT32)
         return fail("weight_dtype %R with dtype %R; accepted is the same, or float32", args[1],
                     args[0]);
-    *threads = PyLong_AsLongLong(args[4]);
-    if (*threads == -1 && PyErr_Occurred()) return -1;
-    return *threads < 1 ? fail("threads is %lld", (long long)*threads) : 0;
+    *threads = threads_allowed(args[4]);
+    return *threads ? 0 : -1;
 }
 
 static Tensor tensor_of(int64_t pointer, int type, const int64_t *strides) {
@@ -93,25 +92,6 @@ static int check_sizes(const int64_t *sizes, int count, int64_t width) {
         return fail("width is %lld; accepted are %d to %d", (long long)width, LEAST_WIDTH,
                     MOST_WIDTH);
     return 0;
-}
-
-/* A copy of the offsets, which nothing can change afterwards: all indices follow from it. */
-static int copy_offsets(int64_t pointer, Conv *conv) {
-    const int64_t *from = (const int64_t *)(uintptr_t)pointer;
-    const int64_t sequences = larger(conv->sequences, 1);
-    if (conv->sequences && !from)
-        return fail("offsets of %lld sequences is null", (long long)sequences);
-    if (sequences < PTRDIFF_MAX / (int64_t)sizeof *conv->offsets)
-        conv->offsets = malloc((size_t)(sequences + 1) * sizeof *conv->offsets);
-    if (!conv->offsets) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    conv->offsets[0] = 0, conv->offsets[1] = conv->time;
-    if (conv->sequences) memcpy(conv->offsets, from, (size_t)(sequences + 1) * sizeof *from);
-    int rises = conv->offsets[0] == 0 && conv->offsets[sequences] == conv->time;
-    for (int64_t s = 0; s < sequences; s++) rises &= conv->offsets[s] <= conv->offsets[s + 1];
-    return rises ? 0 : fail("offsets do not rise from 0 to time, %lld", (long long)conv->time);
 }
 
 enum { BATCH, CHANNELS, TIME, WIDTH, SEQUENCES, SILU, SIZES };
@@ -153,10 +133,8 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     } else {
         conv.tensor[FINAL] = tensor_of(p[7], type, of_state);
     }
-    if (copy_offsets(p[6], &conv)) {
-        free(conv.offsets);
-        return NULL;
-    }
+    conv.offsets = copied_offsets(p[6], conv.sequences, conv.time);
+    if (!conv.offsets) return NULL;
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
     if (conv.batch && conv.channels && conv.time)
@@ -168,15 +146,8 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-static PyObject *causal_conv1d_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 0);
-}
-
-static PyObject *causal_conv1d_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 1);
-}
+PYTHON_FUNCTION(causal_conv1d_forward, call(args, count, 0))
+PYTHON_FUNCTION(causal_conv1d_backward, call(args, count, 1))
 
 /* Pointers: x, state, y, weight, bias, positions, indices. Strides: of the first three. */
 static PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, Py_ssize_t count) {
@@ -232,16 +203,16 @@ static PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, P
 }
 
 static PyMethodDef functions[] = {
-    {"causal_conv1d_forward", (PyCFunction)(void (*)(void))causal_conv1d_forward, METH_FASTCALL,
+    FUNCTION_ROW(causal_conv1d_forward,
      "causal_conv1d_forward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
      "The output and the final state of a causal convolution. Pointers and scalars are those\n"
-     "that scan_registry.kernels.causal_conv1d.op.cpu names. Raises as forward."},
-    {"causal_conv1d_backward", (PyCFunction)(void (*)(void))causal_conv1d_backward, METH_FASTCALL,
+     "that scan_registry.kernels.causal_conv1d.op.cpu names. Raises as forward."),
+    FUNCTION_ROW(causal_conv1d_backward,
      "causal_conv1d_backward(dtype, weight_dtype, pointers, scalars, threads)\n\n"
-     "The gradients of a causal convolution. As causal_conv1d_forward."},
-    {"causal_conv1d_update", (PyCFunction)(void (*)(void))causal_conv1d_update, METH_FASTCALL,
+     "The gradients of a causal convolution. As causal_conv1d_forward."),
+    FUNCTION_ROW(causal_conv1d_update,
      "causal_conv1d_update(dtype, weight_dtype, pointers, scalars, threads)\n\n"
-     "The output of some steps, and the new states, in place. As causal_conv1d_forward."},
+     "The output of some steps, and the new states, in place. As causal_conv1d_forward."),
     {NULL, NULL, 0, NULL}};
 
 ADD_FUNCTIONS(functions)

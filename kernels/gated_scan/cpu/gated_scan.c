@@ -129,23 +129,14 @@ static int describe(int backward, int type, const int64_t *pointers, const int64
     return 0;
 }
 
-/* A copy of the offsets, which nothing can change afterwards: all indices follow from it. In the
- * order of steps. */
-static int copy_offsets(int64_t pointer, int packed, Scan *scan) {
-    const int64_t *from = (const int64_t *)(uintptr_t)pointer, sequences = scan->sequences;
-    if (packed && !from) return fail("offsets of %lld sequences is null", (long long)sequences);
-    if (sequences < PTRDIFF_MAX / (int64_t)sizeof *scan->offsets)
-        scan->offsets = malloc((size_t)(sequences + 1) * sizeof *scan->offsets);
-    if (!scan->offsets) {
-        PyErr_NoMemory();
-        return -1;
+/* In the order of steps. */
+static int order_offsets(int64_t *offsets, Scan *scan) {
+    scan->offsets = offsets;
+    for (int64_t s = 0, n = scan->sequences; offsets && scan->down && s <= n / 2; s++) {
+        const int64_t first = scan->time - offsets[n - s];
+        offsets[n - s] = scan->time - offsets[s], offsets[s] = first;
     }
-    scan->offsets[0] = 0, scan->offsets[1] = scan->time;
-    for (int64_t s = 0; packed && s <= sequences; s++)
-        scan->offsets[s] = scan->down ? scan->time - from[sequences - s] : from[s];
-    int rises = scan->offsets[0] == 0 && scan->offsets[sequences] == scan->time;
-    for (int64_t s = 0; s < sequences; s++) rises &= scan->offsets[s] <= scan->offsets[s + 1];
-    return rises ? 0 : fail("offsets do not rise from 0 to time, %lld", (long long)scan->time);
+    return offsets ? 0 : -1;
 }
 
 static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
@@ -167,17 +158,11 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     if (integers(args[2], name, "pointers", tensors + 3 + backward, 1, pointers) ||
         integers(args[3], name, "scalars", SIZES + 3 * tensors, 0, scalars))
         return NULL;
-    const long long threads = PyLong_AsLongLong(args[4]);
-    if (threads == -1 && PyErr_Occurred()) return NULL;
-    if (threads < 1) {
-        fail("threads is %lld", threads);
-        return NULL;
-    }
+    const int64_t threads = threads_allowed(args[4]);
+    if (!threads) return NULL;
     if (describe(backward, type, pointers, scalars, &scan)) return NULL;
-    if (copy_offsets(pointers[tensors + 2], scalars[SEQUENCES] > 0, &scan)) {
-        free(scan.offsets);
+    if (order_offsets(copied_offsets(pointers[tensors + 2], scalars[SEQUENCES], scan.time), &scan))
         return NULL;
-    }
     char *const sums = backward ? (char *)(uintptr_t)pointers[tensors + 3] : NULL;
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
@@ -189,15 +174,8 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-static PyObject *gated_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 0);
-}
-
-static PyObject *gated_scan_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 1);
-}
+PYTHON_FUNCTION(gated_scan_forward, call(args, count, 0))
+PYTHON_FUNCTION(gated_scan_backward, call(args, count, 1))
 
 static PyObject *gated_scan_kinds(PyObject *module, PyObject *none) {
     (void)module, (void)none;
@@ -213,13 +191,13 @@ static PyObject *gated_scan_kinds(PyObject *module, PyObject *none) {
 }
 
 static PyMethodDef functions[] = {
-    {"gated_scan_forward", (PyCFunction)(void (*)(void))gated_scan_forward, METH_FASTCALL,
+    FUNCTION_ROW(gated_scan_forward,
      "gated_scan_forward(kind, dtype, pointers, scalars, threads)\n\n"
      "The states and the final state of a gated scan. Pointers and scalars are those that\n"
-     "scan_registry.kernels.gated_scan.op.cpu names. Raises as forward."},
-    {"gated_scan_backward", (PyCFunction)(void (*)(void))gated_scan_backward, METH_FASTCALL,
+     "scan_registry.kernels.gated_scan.op.cpu names. Raises as forward."),
+    FUNCTION_ROW(gated_scan_backward,
      "gated_scan_backward(kind, dtype, pointers, scalars, threads)\n\n"
-     "The gradients of a gated scan. As gated_scan_forward."},
+     "The gradients of a gated scan. As gated_scan_forward."),
     {"gated_scan_kinds", gated_scan_kinds, METH_NOARGS,
      "gated_scan_kinds() -> tuple[str, ...]\n\n"
      "The kinds that both functions compute, by the names of their headers."},

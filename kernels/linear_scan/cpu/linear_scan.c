@@ -125,27 +125,6 @@ static int describe(const Direction *direction, int type, int gates_type, const 
     return 0;
 }
 
-/* A copy of the offsets, which nothing can change afterwards: all indices follow from it. */
-static int copy_offsets(int64_t pointer, int64_t sequences, Scan *scan) {
-    const void *given = (const void *)(uintptr_t)pointer;
-    if (sequences && !given) return fail("offsets of %lld sequences is null", (long long)sequences);
-    if (scan->sequences < PTRDIFF_MAX / (int64_t)sizeof *scan->offsets)
-        scan->offsets = malloc((size_t)(scan->sequences + 1) * sizeof *scan->offsets);
-    if (!scan->offsets) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    scan->offsets[0] = 0;
-    scan->offsets[1] = scan->size[TIME];
-    if (!sequences) return 0;
-    memcpy(scan->offsets, given, (size_t)(sequences + 1) * sizeof *scan->offsets);
-    int rises = scan->offsets[0] == 0 && scan->offsets[sequences] == scan->size[TIME];
-    for (int64_t s = 0; s < sequences; s++) rises &= scan->offsets[s] <= scan->offsets[s + 1];
-    if (!rises)
-        return fail("offsets do not rise from 0 to time, %lld", (long long)scan->size[TIME]);
-    return 0;
-}
-
 static int layout_named(PyObject *name) {
     for (int layout = 0; layout < 2; layout++)
         if (PyUnicode_Check(name) &&
@@ -176,12 +155,8 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
     if (integers(args[2], direction->name, "pointers", direction->pointers, 1, pointers) ||
         integers(args[3], direction->name, "scalars", integer_count, 0, scalars))
         return NULL;
-    const long long threads = PyLong_AsLongLong(args[4]);
-    if (threads == -1 && PyErr_Occurred()) return NULL;
-    if (threads < 1) {
-        fail("threads is %lld", threads);
-        return NULL;
-    }
+    const int64_t threads = threads_allowed(args[4]);
+    if (!threads) return NULL;
     const int64_t flags = scalars[integer_count - 1];
     const int layout = reduces ? layout_named(args[5]) : 0;
     if (layout < 0 || describe(direction, type, gates_type, pointers, scalars, &scan)) return NULL;
@@ -194,10 +169,8 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
         return NULL;
     }
     if (scan.elements == 0) Py_RETURN_NONE;
-    if (copy_offsets(pointers[direction->tensors], scalars[4], &scan)) {
-        free(scan.offsets);
-        return NULL;
-    }
+    scan.offsets = copied_offsets(pointers[direction->tensors], scalars[4], scan.size[TIME]);
+    if (!scan.offsets) return NULL;
     scan.reverse = (int)flags;
     work.threads = threads_worth(&scan, threads);
     int status;
@@ -213,34 +186,23 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
-static PyObject *forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(&forward_direction, args, count);
-}
-
-static PyObject *backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(&backward_direction, args, count);
-}
-
-static PyObject *reduction(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(&reduction_direction, args, count);
-}
+PYTHON_FUNCTION(forward, call(&forward_direction, args, count))
+PYTHON_FUNCTION(backward, call(&backward_direction, args, count))
+PYTHON_FUNCTION(reduction, call(&reduction_direction, args, count))
 
 static PyMethodDef functions[] = {
-    {"forward", (PyCFunction)(void (*)(void))forward, METH_FASTCALL,
+    FUNCTION_ROW(forward,
      "forward(dtype, gates_dtype, pointers, scalars, threads)\n\n"
      "States, and the final state, of a scan. Pointers (addresses, or None) and scalars are those\n"
      "of kernels.linear_scan.spec.parameters; at most so many threads run. Raises TypeError or\n"
-     "ValueError, and nothing has been written then, or MemoryError."},
-    {"backward", (PyCFunction)(void (*)(void))backward, METH_FASTCALL,
+     "ValueError, and nothing has been written then, or MemoryError."),
+    FUNCTION_ROW(backward,
      "backward(dtype, gates_dtype, pointers, scalars, threads)\n\n"
-     "Gradients of gates, tokens and initial state. As forward."},
-    {"reduction", (PyCFunction)(void (*)(void))reduction, METH_FASTCALL,
+     "Gradients of gates, tokens and initial state. As forward."),
+    FUNCTION_ROW(reduction,
      "reduction(dtype, gates_dtype, pointers, scalars, threads, layout)\n\n"
      "Partial sums of the gradient of broadcast gates, cut as LinearScanProblem.reduction says\n"
-     "for this layout, \"time_last\" or \"channel_last\". As forward."},
+     "for this layout, \"time_last\" or \"channel_last\". As forward."),
     {NULL, NULL, 0, NULL}};
 
 ADD_FUNCTIONS(functions)

@@ -165,12 +165,8 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
         integers(args[2], name, "scalars", SIZES + (backward ? 10 : 7), 0, s) || check_sizes(s))
         return NULL;
     const double clip = PyFloat_AsDouble(args[3]);
-    const int64_t threads = PyErr_Occurred() ? -1 : PyLong_AsLongLong(args[4]);
-    if (PyErr_Occurred()) return NULL;
-    if (threads < 1) {
-        fail("threads is %lld", (long long)threads);
-        return NULL;
-    }
+    const int64_t threads = PyErr_Occurred() ? 0 : threads_allowed(args[4]);
+    if (!threads) return NULL;
     net.batch = s[BATCH], net.time = s[TIME], net.heads = s[HEADS], net.dim = s[DIM];
     net.cut = !!s[CUT], net.graded = (int)s[GRADED];
     net.reset_batch = s[RESET_BATCH], net.reset_time = s[RESET_TIME];
@@ -222,24 +218,17 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-static PyObject *rnn_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 0);
-}
-
-static PyObject *rnn_backward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 1);
-}
+PYTHON_FUNCTION(rnn_forward, call(args, count, 0))
+PYTHON_FUNCTION(rnn_backward, call(args, count, 1))
 
 static PyMethodDef functions[] = {
-    {"rnn_forward", (PyCFunction)(void (*)(void))rnn_forward, METH_FASTCALL,
+    FUNCTION_ROW(rnn_forward,
      "rnn_forward(cell, pointers, scalars, clip, threads)\n\n"
      "The states of a recurrent network in float32, and those after the last step. Pointers and\n"
-     "scalars are those that scan_registry.kernels.rnn.op.cpu names. Raises as forward."},
-    {"rnn_backward", (PyCFunction)(void (*)(void))rnn_backward, METH_FASTCALL,
+     "scalars are those that scan_registry.kernels.rnn.op.cpu names. Raises as forward."),
+    FUNCTION_ROW(rnn_backward,
      "rnn_backward(cell, pointers, scalars, clip, threads)\n\n"
-     "The gradients of its gates and initial states. As rnn_forward."},
+     "The gradients of its gates and initial states. As rnn_forward."),
     {NULL, NULL, 0, NULL}};
 
 ADD_FUNCTIONS(functions)

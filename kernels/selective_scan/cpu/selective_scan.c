@@ -142,27 +142,6 @@ static int describe(const int *strided, int count, int type, const int64_t *poin
     return 0;
 }
 
-/* A copy of the offsets, which nothing can change afterwards: all indices follow from it. */
-static int copy_offsets(int64_t pointer, int given, Scan *scan) {
-    const int64_t *from = (const int64_t *)(uintptr_t)pointer, sequences = scan->sequences;
-    if (given && !from) return fail("offsets of %lld sequences is null", (long long)sequences);
-    if (sequences < PTRDIFF_MAX / (int64_t)sizeof *scan->offsets)
-        scan->offsets = malloc((size_t)(sequences + 1) * sizeof *scan->offsets);
-    if (!scan->offsets) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    scan->offsets[0] = 0, scan->offsets[1] = scan->time;
-    if (given) memcpy(scan->offsets, from, (size_t)(sequences + 1) * sizeof *scan->offsets);
-    int rises = scan->offsets[0] == 0 && scan->offsets[sequences] == scan->time;
-    for (int64_t s = 0; s < sequences; s++) {
-        const int64_t length = scan->offsets[s + 1] - scan->offsets[s];
-        rises &= length >= 0;
-        scan->pieces = larger(scan->pieces, ceil_div(length, scan->steps));
-    }
-    return rises ? 0 : fail("offsets do not rise from 0 to time, %lld", (long long)scan->time);
-}
-
 static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     const int *strided = backward ? backward_strided : forward_strided;
     const int of_strided = backward ? BACKWARD_STRIDED : FORWARD_STRIDED;
@@ -183,12 +162,8 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     if (integers(args[1], name, "pointers", of_pointers, 1, pointers) ||
         integers(args[2], name, "scalars", SIZES + 3 * of_strided + 2, 0, scalars))
         return NULL;
-    long long threads = PyLong_AsLongLong(args[3]);
-    if (threads == -1 && PyErr_Occurred()) return NULL;
-    if (threads < 1) {
-        fail("threads is %lld", threads);
-        return NULL;
-    }
+    int64_t threads = threads_allowed(args[3]);
+    if (!threads) return NULL;
     if (describe(strided, of_strided, type, pointers, scalars, &scan)) return NULL;
     const int64_t *others = pointers + of_strided + 5;
     char *gradients[5];
@@ -199,10 +174,10 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     } else {
         scan.final = (float *)(uintptr_t)others[0];
     }
-    if (copy_offsets(others[-1], scalars[SEQUENCES] > 0, &scan)) {
-        free(scan.offsets);
-        return NULL;
-    }
+    scan.offsets = copied_offsets(others[-1], scalars[SEQUENCES], scan.time);
+    if (!scan.offsets) return NULL;
+    for (int64_t s = 0; s < scan.sequences; s++)
+        scan.pieces = larger(scan.pieces, ceil_div(scan.offsets[s + 1] - scan.offsets[s], scan.steps));
     threads = threads_worth(&scan, threads);
     int status = 0;
     Py_BEGIN_ALLOW_THREADS
@@ -214,25 +189,17 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_RETURN_NONE;
 }
 
-static PyObject *selective_scan_forward(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 0);
-}
-
-static PyObject *selective_scan_backward(PyObject *module, PyObject *const *args,
-                                         Py_ssize_t count) {
-    (void)module;
-    return call(args, count, 1);
-}
+PYTHON_FUNCTION(selective_scan_forward, call(args, count, 0))
+PYTHON_FUNCTION(selective_scan_backward, call(args, count, 1))
 
 static PyMethodDef functions[] = {
-    {"selective_scan_forward", (PyCFunction)(void (*)(void))selective_scan_forward, METH_FASTCALL,
+    FUNCTION_ROW(selective_scan_forward,
      "selective_scan_forward(dtype, pointers, scalars, threads)\n\n"
      "The output and the final state of a selective scan. Pointers and scalars are those that\n"
-     "scan_registry.kernels.selective_scan.op.cpu names. Raises as forward."},
-    {"selective_scan_backward", (PyCFunction)(void (*)(void))selective_scan_backward, METH_FASTCALL,
+     "scan_registry.kernels.selective_scan.op.cpu names. Raises as forward."),
+    FUNCTION_ROW(selective_scan_backward,
      "selective_scan_backward(dtype, pointers, scalars, threads)\n\n"
-     "The gradients of a selective scan. As selective_scan_forward."},
+     "The gradients of a selective scan. As selective_scan_forward."),
     {NULL, NULL, 0, NULL}};
 
 ADD_FUNCTIONS(functions)
