@@ -166,12 +166,10 @@ class ConvProblem:
 
     def scalars(self, cut: Cut) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""
+        sizes = ("channels", "time", "width", "sequences")
         values = {
             "batches": self.batch,
-            "channels": self.channels,
-            "time": self.time,
-            "width": self.width,
-            "sequences": self.sequences,
+            **{name: getattr(self, name) for name in sizes},
             "lane_bits": cut.lane_bits,
             "steps": cut.steps,
             "pieces": cut.pieces,
@@ -231,13 +229,10 @@ class UpdateProblem:
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""
+        sizes = ("channels", "time", "width", "slots", "length")
         values = {
             "batches": self.batch,
-            "channels": self.channels,
-            "time": self.time,
-            "width": self.width,
-            "slots": self.slots,
-            "length": self.length,
+            **{name: getattr(self, name) for name in sizes},
             "flags": int(self.silu) + 2 * int(self.wide_weights),
         }
         for name, first, strides in zip(

@@ -130,14 +130,9 @@ class GatedScanProblem(LinearScanProblem):
 
     @cached_property
     def _scalars(self) -> dict[str, int]:
-        values = {
-            "batch": self.batch,
-            "channels": self.channels,
-            "time": self.time,
-            "sequences": self.sequences,
-            "reset_batch": self.reset_batch,
-            "flags": int(self.reverse) + 2 * int(self.option),
-        }
+        sizes = ("batch", "channels", "time", "sequences", "reset_batch")
+        values = {name: getattr(self, name) for name in sizes}
+        values["flags"] = int(self.reverse) + 2 * int(self.option)
         if self.direction == "backward":
             values["parts"] = self.parts
         for name, strides in zip(self._strided, self.strides, strict=True):

@@ -158,11 +158,7 @@ class RnnProblem:
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernels, by name; clips as the bits of a float32."""
         values = {
-            "batch": self.batch,
-            "time": self.time,
-            "heads": self.heads,
-            "dim": self.dim,
-            "graded": self.graded,
+            **{name: getattr(self, name) for name in ("batch", "time", "heads", "dim", "graded")},
             "forward_clip": float_bits(self.clips.forward),
             "recurrent_clip": float_bits(0.0 if self.clips.recurrent_cut else self.clips.recurrent),
         }

@@ -133,12 +133,9 @@ class SelectiveScanProblem:
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernels, by name."""
+        sizes = ("batch", "channels", "time", "states", "group_channels")
         values = {
-            "batch": self.batch,
-            "channels": self.channels,
-            "time": self.time,
-            "states": self.states,
-            "group_channels": self.group_channels,
+            **{name: getattr(self, name) for name in sizes},
             "sequences": max(1, self.sequences),
             "parts": self.parts,
             "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2,
