@@ -145,20 +145,7 @@ class HGRN(ScanLayer):
                 or under autocast of any.
             lower_bound: the least that a forget gate can be, from 0 to 1: a number, or (channels,), which has a
                 derivative. None is 0. ``scan_registry.hgrn`` says when values of a tensor are checked.
-            initial_state: (batch, channels), the state before the first step, or with ``reverse`` that after the last;
-                zero if None. With ``cu_seqlens`` (batch, sequences, channels).
-            reset: boolean, of the size of ``x`` without features. Where it is True the state starts anew: that of the
-                step before counts as zero, with ``reverse`` that of the step after.
-            reverse: go backwards in time.
-            cu_seqlens: (sequences + 1,), where sequences that are packed along time begin, and where the last one ends.
-            return_final_state: return the state after the last step, too.
-
-        Returns:
-            The output, laid out as ``x`` is, and if asked for the final state, as ``initial_state`` is described; in
-            float32, or float64. Derivatives pass through both states.
-
-        Raises:
-            TypeError, ValueError: an argument is not as described.
+            initial_state, reset, reverse, cu_seqlens, return_final_state: as for ``RGLRU``, as are results and errors.
         """
         how = initial_state, reset, reverse, cu_seqlens, return_final_state
         return self._run(x, *how, lower_bound=lower_bound)
@@ -175,16 +162,8 @@ class HGRN(ScanLayer):
 
         Args:
             x: (batch, hidden_size).
-            state: (batch, channels), as the last step or a call with ``return_final_state`` left it; zero if None.
             lower_bound: as in a call.
-            reset: (batch,), boolean: where it is True the state starts anew.
-
-        Returns:
-            The output, (batch, hidden_size), and the state after the step. ``state`` is not written to. Both have
-            derivatives.
-
-        Raises:
-            TypeError, ValueError: an argument is not as described.
+            state, reset: as for ``RGLRU``, as are results and errors.
         """
         return self._step(x, state, reset, lower_bound=lower_bound)
 

@@ -140,20 +140,7 @@ class _Minimal(ScanLayer):
             prev_hidden: the initial state as minGRU-pytorch has it, (batch, 1, channels), or with ``cu_seqlens``
                 (batch, sequences, channels); instead of ``initial_state``.
             return_next_prev_hidden: return the final state in that shape, too; instead of ``return_final_state``.
-            initial_state: (batch, channels), the state before the first step, or with ``reverse`` that after the last;
-                zero if None. With ``cu_seqlens`` (batch, sequences, channels).
-            reset: boolean, of the size of ``x`` without features. Where it is True the state starts anew: that of the
-                step before counts as zero, with ``reverse`` that of the step after.
-            reverse: go backwards in time.
-            cu_seqlens: (sequences + 1,), where sequences that are packed along time begin, and where the last one ends.
-            return_final_state: return the state after the last step, too.
-
-        Returns:
-            The output, laid out as ``x`` is, and if asked for the final state, as ``initial_state`` is described; in
-            float32, or float64. Derivatives pass through both states.
-
-        Raises:
-            TypeError, ValueError: an argument is not as described.
+            initial_state, reset, reverse, cu_seqlens, return_final_state: as for ``RGLRU``, as are results and errors.
         """
         name = type(self).__name__
         if prev_hidden is not None:
@@ -227,15 +214,7 @@ class MinLSTM(_Minimal):
     ``to_out.weight``. An initial state is taken as it is; minGRU-pytorch applies g to it.
 
     Args:
-        dim: features of the input and of the output.
-        expansion_factor: a state has ``int(dim * expansion_factor)`` channels. An integer above 8 is refused, as it is
-            likely to be meant as a size; a float is not.
-        proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
-        activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
-            form.
-        batch_first: whether the batch comes before time.
-        device: where parameters are.
-        dtype: that of parameters.
+        dim, expansion_factor, proj_out, activation, batch_first, device, dtype: as for ``MinGRU``.
         backend: that of ``scan_registry.min_lstm``.
 
     Raises:

@@ -23,6 +23,14 @@ def cuda_emulator(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def seeded() -> None:
+    """Random numbers that do not depend on the test's name."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(request: pytest.FixtureRequest) -> None:
     """Tensors are small here. Tests of threads set their number themselves."""

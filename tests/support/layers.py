@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from scan_registry import nn
 
@@ -25,3 +27,26 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 EVERY = pytest.mark.parametrize("name", MAKERS)
 STEPPING = pytest.mark.parametrize("name", [name for name in MAKERS if name != "S5-bidir"])
+
+
+def check_steps_in_a_graph(block: Any, hidden: Tensor) -> None:
+    """That steps of a block of Mamba or Mamba-2, replayed by a CUDA graph, compute what a call on all of ``hidden`` does."""
+    batch, length = hidden.shape[:2]
+    with torch.no_grad():
+        expected = block(hidden)
+        states, now = block.allocate_inference_cache(batch, length), hidden[:, :1].clone()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            block.step(now, *states)  # which loads what a graph cannot
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, *_ = block.step(now, *states)
+        for state in states:
+            state.zero_()
+        outputs = []
+        for x in hidden.split(1, 1):
+            now.copy_(x)
+            graph.replay()
+            outputs.append(out.clone())
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)

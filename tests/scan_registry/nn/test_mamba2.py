@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import check_steps_in_a_graph
 from mamba2_blocks import BOUNDS, LENGTH, block, each_option, given, made, numbers
 from torch import Tensor
 from torch.nn import functional
@@ -395,24 +396,7 @@ class TestOnAGpu:
     def test_steps_in_a_graph(self) -> None:
         m = nn.Mamba2(64, d_state=64, headdim=32, device="cuda")
         hidden = torch.randn(4, LENGTH, 64, device="cuda")
-        with torch.no_grad():
-            expected = m(hidden)
-            states, now = m.allocate_inference_cache(4, LENGTH), hidden[:, :1].clone()
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                m.step(now, *states)  # which loads what a graph cannot
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out, *_ = m.step(now, *states)
-            for state in states:
-                state.zero_()
-            outputs = []
-            for x in hidden.split(1, 1):
-                now.copy_(x)
-                graph.replay()
-                outputs.append(out.clone())
-        torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-5)
+        check_steps_in_a_graph(m, hidden)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_gradients_are_the_same_in_every_run(self, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusing import check_refused
 from torch import Tensor
 from watched import Memory, levels, using
 
@@ -73,11 +74,7 @@ FORWARD: list[Any] = ["float32", "float32", (1024,) * 8, (1, 2, 3, 4, 0, 0, *[0]
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[int, Any], words: str) -> None:
-    arguments = list(FORWARD)
-    for place, value in changes.items():
-        arguments[place] = value
-    with pytest.raises(ValueError, match=words):
-        _cpu.causal_conv1d_forward(*arguments)
+    check_refused(_cpu.causal_conv1d_forward, FORWARD, changes, words)
 
 
 def test_offsets_must_rise() -> None:

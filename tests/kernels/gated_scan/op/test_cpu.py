@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gating import drawn
+from refusing import check_refused
 from torch import Tensor
 from watched import levels, using
 
@@ -295,11 +296,7 @@ FORWARD = "min_gru", "float32", (1024,) * 10, (*SIZES, *[0] * 21), 1
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[int, Any], words: str) -> None:
-    arguments: list[Any] = list(FORWARD)
-    for place, value in changes.items():
-        arguments[place] = value
-    with pytest.raises(ValueError, match=words):
-        _cpu.gated_scan_forward(*arguments)
+    check_refused(_cpu.gated_scan_forward, FORWARD, changes, words)
 
 
 @pytest.mark.parametrize("reverse", [0, 1])

@@ -15,15 +15,10 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 DEVICE = "cuda"
 BACKENDS = ("cuda", "triton")
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def gates_of(*shape, dtype):

@@ -17,7 +17,7 @@ from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 from scan_registry.kernels.linear_scan.op.bench import Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 DEVICE = "cuda"
 PACKED = (
@@ -26,11 +26,6 @@ PACKED = (
     "channel_last:1,9,40001:bfloat16:sequences=100",
     "time_last:1,8,30001:bfloat16:sequences=1",
 )
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def runs(case):

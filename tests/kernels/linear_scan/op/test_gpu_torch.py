@@ -13,15 +13,10 @@ from gpu_scans import inputs, with_states
 
 import scan_registry
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 DEVICE = "cuda"
 BACKENDS = ("cuda", "triton")
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def training_step(tensors, dim, bounds, **options):

@@ -13,15 +13,10 @@ from scan_registry.kernels.rnn import reference
 from scan_registry.kernels.rnn.cases import TOLERANCE
 from scan_registry.kernels.rnn.problem import SIZES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 DEVICE = "cuda"
 BACKENDS = ("cuda_fused", "cuda_alternating")
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 def draw(function, batch, time, heads, dim, dtype="bfloat16", grad=True):

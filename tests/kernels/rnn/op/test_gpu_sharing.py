@@ -19,16 +19,11 @@ import scan_registry
 from scan_registry import nn
 from scan_registry.kernels.rnn.op.buffers import StepBuffers
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("seeded")]
 
 MEGABYTE = 1 << 20
 #: What cuBLAS works in, which torch keeps for each thread's handle and each stream.
 WORKSPACES = 64 * MEGABYTE
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
 
 
 def states_and_gradient(module: torch.nn.Module, x: Tensor) -> list[Tensor]:

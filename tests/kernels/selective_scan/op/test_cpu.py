@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusing import check_refused
 
 from scan_registry.ops import _cpu
 
@@ -27,11 +28,7 @@ FORWARD = "float32", (1024,) * 12, (*SIZES, *[0] * 20), 1
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[int, Any], words: str) -> None:
-    arguments: list[Any] = list(FORWARD)
-    for place, value in changes.items():
-        arguments[place] = value
-    with pytest.raises(ValueError, match=words):
-        _cpu.selective_scan_forward(*arguments)
+    check_refused(_cpu.selective_scan_forward, FORWARD, changes, words)
 
 
 def test_offsets_must_rise() -> None:
