@@ -105,3 +105,9 @@ UNUSED static int64_t *copied_offsets(int64_t pointer, int64_t packed, int64_t t
     fail("offsets do not rise from 0 to time, %lld", (long long)time);
     return NULL;
 }
+
+/* What a call returns: None, or MemoryError. The memory is freed. */
+UNUSED static PyObject *finished(int status, void *memory) {
+    free(memory);
+    return status ? PyErr_NoMemory() : Py_NewRef(Py_None);
+}

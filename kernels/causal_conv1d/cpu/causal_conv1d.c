@@ -141,9 +141,7 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
         status = run_conv(&conv, backward, threads, (char *)(uintptr_t)p[9 * backward],
                           (char *)(uintptr_t)p[10 * backward]);
     Py_END_ALLOW_THREADS
-    free(conv.offsets);
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, conv.offsets);
 }
 
 PYTHON_FUNCTION(causal_conv1d_forward, call(args, count, 0))
@@ -198,8 +196,7 @@ static PyObject *causal_conv1d_update(PyObject *module, PyObject *const *args, P
     Py_BEGIN_ALLOW_THREADS
     if (update.batch && update.channels && update.time) status = run_all(&work);
     Py_END_ALLOW_THREADS
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, NULL);
 }
 
 static PyMethodDef functions[] = {

@@ -169,9 +169,7 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     if (scan.batch && scan.channels && scan.time)
         status = run(&scan, threads, backward, sums);
     Py_END_ALLOW_THREADS
-    free(scan.offsets);
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, scan.offsets);
 }
 
 PYTHON_FUNCTION(gated_scan_forward, call(args, count, 0))

@@ -181,9 +181,7 @@ static PyObject *call(const Direction *direction, PyObject *const *args, Py_ssiz
         plan_walk(&scan, &work, direction == &backward_direction);
     status = run_scan(&work, &scan, direction->rows, direction->panels);
     Py_END_ALLOW_THREADS
-    free(scan.offsets);
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, scan.offsets);
 }
 
 PYTHON_FUNCTION(forward, call(&forward_direction, args, count))

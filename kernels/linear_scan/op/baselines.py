@@ -150,29 +150,17 @@ def _warp_kernel(
 
 
 SCALAR = Baseline(
-    name="accelerated-scan scalar",
-    distribution="accelerated-scan",
-    module="accelerated_scan.scalar",
-    function="scan",
-    kernel=_triton_kernel,
-    refuses=_contiguous_time,
-)
+    "accelerated-scan scalar", "accelerated-scan", "accelerated_scan.scalar", "scan",
+    _triton_kernel, _contiguous_time,
+)  # fmt: skip
 WARP = Baseline(
-    name="accelerated-scan warp",
-    distribution="accelerated-scan",
-    module="accelerated_scan.warp",
-    function="scan",
-    kernel=_warp_kernel,
-    refuses=_warp_refuses,
-)
+    "accelerated-scan warp", "accelerated-scan", "accelerated_scan.warp", "scan",
+    _warp_kernel, _warp_refuses,
+)  # fmt: skip
 COMPLEX = Baseline(
-    name="accelerated-scan complex",
-    distribution="accelerated-scan",
-    module="accelerated_scan.complex",
-    function="scan",
-    kernel=_triton_kernel,
-    refuses=lambda case: _contiguous_time(case, ("complex64",)),
-)
+    "accelerated-scan complex", "accelerated-scan", "accelerated_scan.complex", "scan",
+    _triton_kernel, lambda case: _contiguous_time(case, ("complex64",)),
+)  # fmt: skip
 
 # --- sequential_scan -------------------------------------------------------------------------
 
@@ -214,23 +202,15 @@ def _sequential_triton_kernel(
     return lambda: module.sequential_scan_backward(gates, states, grad)
 
 
+#: It launches on the default stream.
 SEQUENTIAL_CUDA = Baseline(
-    name="sequential_scan cuda",
-    distribution="sequential_scan",
-    module="sequential_scan_cuda",
-    function="scan_forward",
-    kernel=_sequential_cuda_kernel,
-    refuses=_sequential_cuda_refuses,
-    captured=False,  # it launches on the default stream
-)
+    "sequential_scan cuda", "sequential_scan", "sequential_scan_cuda", "scan_forward",
+    _sequential_cuda_kernel, _sequential_cuda_refuses, captured=False,
+)  # fmt: skip
 SEQUENTIAL_TRITON = Baseline(
-    name="sequential_scan triton",
-    distribution="sequential_scan",
-    module="sequential_scan.kernels",
-    function="sequential_scan_forward",
-    kernel=_sequential_triton_kernel,
-    refuses=_sequential_triton_refuses,
-)
+    "sequential_scan triton", "sequential_scan", "sequential_scan.kernels", "sequential_scan_forward",
+    _sequential_triton_kernel, _sequential_triton_refuses,
+)  # fmt: skip
 
 #: Those whose users call them on (batch, channels, time).
 BASELINES = (SCALAR, WARP)

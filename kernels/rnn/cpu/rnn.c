@@ -213,9 +213,7 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     Py_BEGIN_ALLOW_THREADS
     if (net.rows && net.heads && net.dim) status = run_network(&net, backward, threads);
     Py_END_ALLOW_THREADS
-    free(net.row);
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, net.row);
 }
 
 PYTHON_FUNCTION(rnn_forward, call(args, count, 0))

@@ -184,9 +184,7 @@ static PyObject *call(PyObject *const *args, Py_ssize_t count, int backward) {
     if (scan.batch && scan.channels && scan.time)
         status = backward ? run_backward(&scan, threads, gradients) : run_forward(&scan, threads);
     Py_END_ALLOW_THREADS
-    free(scan.offsets);
-    if (status) return PyErr_NoMemory();
-    Py_RETURN_NONE;
+    return finished(status, scan.offsets);
 }
 
 PYTHON_FUNCTION(selective_scan_forward, call(args, count, 0))

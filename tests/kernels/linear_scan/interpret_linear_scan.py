@@ -1,6 +1,6 @@
 """Runs the Triton kernels of linear_scan in the interpreter, and prints what is wrong with them.
 
-TRITON_INTERPRET=1 python tests/kernels/interpret_linear_scan.py forward|backward|reduction
+TRITON_INTERPRET=1 python tests/kernels/linear_scan/interpret_linear_scan.py forward backward reduction
 """
 
 from __future__ import annotations
@@ -295,6 +295,6 @@ def faults(kernel: str) -> Iterator[str]:
 if __name__ == "__main__":
     mend()
     for kernel, (_, direction) in KERNELS.items():
-        if direction == sys.argv[1]:
+        if direction in sys.argv[1:]:
             for fault in faults(kernel):
                 print(f"{kernel}: {fault}")

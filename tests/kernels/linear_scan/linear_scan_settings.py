@@ -118,7 +118,8 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
     for dtype, gates in DTYPES:
         sizes = (1, 2, 2, times + 3)
         yield Setting(sizes, dtype, gates, tile=tile, reverse=next(reverse))
-    for (dtype, _), turned in product(DTYPES[:5], (False, True)):
+    both_ways = product(("float32", "float16"), (False, True))
+    for dtype, turned in (*both_ways, ("bfloat16", False), ("float64", True), ("complex64", False)):
         sizes, tiles = ((1, 1, 1, next(rows)), (1, 64)) if time_last else ((1, 1, 5, 9), tile)
         yield Setting(sizes, dtype, reverse=turned, tile=tiles, aligned=True)
         if dtype == "float16":
@@ -130,8 +131,8 @@ def scans(layout: Layout, direction: Direction) -> Iterator[Setting]:
 
     # Sequences that are empty, of one step, of a tile and a step, and of one tile.
     ends = (0, 0, 3, 3, times + 4, times + 5, 2 * times + 5, 2 * times + 5)
-    for turned in (False, True, False, True):
-        sizes = (1, 2, 1, ends[-1])
+    for batch, turned in ((2, False), (1, True), (1, False), (2, True)):
+        sizes = (1, batch, 1, ends[-1])
         yield Setting(sizes, offsets=ends, omitted=next(omitted), reverse=turned, tile=tile)
     for dtype, turned in product(("float32", "complex64"), (False, True)):
         yield Setting(
