@@ -10,7 +10,7 @@ Expressions are sums, differences, products and quotients that are rounded up, o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -26,8 +26,13 @@ class Expression(ABC):
     """Something that is a whole number once its names have values."""
 
     @abstractmethod
-    def value(self, values: Values) -> int:
-        """What it is; ``KeyError`` if a name has no value."""
+    def source(self) -> str:
+        """It as Python's expression of a mapping ``values``."""
+
+    @cached_property
+    def value(self) -> Callable[[Values], int]:
+        """What it is, by the values of names; ``KeyError`` if one has none. Compiled once."""
+        return eval(f"lambda values: {self.source()}")  # type: ignore[no-any-return]
 
     @abstractmethod
     def names(self) -> frozenset[str]:
@@ -58,8 +63,8 @@ class Number(Expression):
 
     number: int
 
-    def value(self, values: Values) -> int:
-        return self.number
+    def source(self) -> str:
+        return str(self.number)
 
     def names(self) -> frozenset[str]:
         return frozenset()
@@ -71,8 +76,8 @@ class Name(Expression):
 
     name: str
 
-    def value(self, values: Values) -> int:
-        return values[self.name]
+    def source(self) -> str:
+        return f"values[{self.name!r}]"
 
     def names(self) -> frozenset[str]:
         return frozenset((self.name,))
@@ -86,13 +91,9 @@ class Operation(Expression):
     left: Expression
     right: Expression
 
-    def value(self, values: Values) -> int:
-        left, right = self.left.value(values), self.right.value(values)
-        if self.sign == "+":
-            return left + right
-        if self.sign == "-":
-            return left - right
-        return left * right if self.sign == "*" else -(-left // right)
+    def source(self) -> str:
+        left, right = self.left.source(), self.right.source()
+        return f"-(-{left} // {right})" if self.sign == "/" else f"({left} {self.sign} {right})"
 
     def names(self) -> frozenset[str]:
         return self.left.names() | self.right.names()
@@ -117,18 +118,19 @@ class Constraint:
     relation: Relation
     right: Operand
 
-    def names(self) -> frozenset[str]:
-        """Those of both sides."""
-        return self._names
+    # Each side and its names are prepared once: constraints are checked for each of thousands of tilings.
+    @cached_property
+    def _sides(self) -> tuple[Expression, Expression]:
+        return expression(self.left), expression(self.right)
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        # Found once: constraints are checked for each of thousands of tilings.
-        return expression(self.left).names() | expression(self.right).names()
+    def names(self) -> frozenset[str]:
+        """Those of both sides."""
+        return self._sides[0].names() | self._sides[1].names()
 
     def broken(self, values: Values) -> str | None:
         """None if it holds, else how it does not. Every name has to have a value."""
-        left, right = (expression(side).value(values) for side in (self.left, self.right))
+        left, right = self._sides[0].value(values), self._sides[1].value(values)
         if self.relation == "divides":
             holds = left != 0 and right % left == 0
         else:
@@ -139,5 +141,5 @@ class Constraint:
 def first_broken(constraints: Iterable[Constraint], values: Values) -> str | None:
     """How the first constraint fails whose names all have values, or None."""
     known = values.keys()
-    known_ones = (one for one in constraints if one.names() <= known)
+    known_ones = (one for one in constraints if one.names <= known)
     return next((reason for one in known_ones if (reason := one.broken(values))), None)

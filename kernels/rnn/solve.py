@@ -51,7 +51,7 @@ def solve(
     translation = _Translation(cp, model, {**known_values, **variables}, domains)
     known = translation.values.keys()
     for constraint in constraints:
-        if constraint.names() <= known:
+        if constraint.names <= known:
             translation.add(constraint)
 
     solutions: list[dict[str, int]] = []

@@ -169,8 +169,8 @@ def enumerate_tilings(fixed: Values) -> Iterator[Tiling]:
     for name, values in DOMAINS.items():
         known.add(name)
         # Each is asked as soon as it can be, so that most combinations are never made.
-        ready = [one for one in left if one.names() <= known]
-        left = [one for one in left if not one.names() <= known]
+        ready = [one for one in left if one.names <= known]
+        left = [one for one in left if not one.names <= known]
         longer = ({**tiling, name: value} for tiling in tilings for value in values)
         tilings = [tiling for tiling in longer if not any(one.broken(tiling) for one in ready)]
     for tiling in tilings:
