@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 pytest.register_assert_rewrite(
     "benching", "caching", "compiling", "diagnosing", "driving", "explaining", "harness", "imaginary", "loading",
-    "selecting", "verifying", "watched",
+    "posing", "selecting", "verifying", "watched",
 )  # fmt: skip
 
 PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}

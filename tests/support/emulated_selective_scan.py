@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from planning import forget_plans
+from posing import best
 from torch import Tensor
 
 from scan_registry.kernels.selective_scan.op import plans
@@ -27,8 +28,7 @@ def player(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, folder: P
 
         def prepared(problem: Any, device: torch.device, backend: Any) -> Run:
             kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+            variant = best(kernel, problem)
             library = cuda_emulator.emulated(kernel, variant, folder)
 
             def run(tensors: Mapping[str, Tensor | None]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from planning import forget_plans
+from posing import best
 from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update
@@ -35,8 +36,7 @@ def play(
         ) -> tuple[Run, Variant]:
             problem = call.problem
             kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+            variant = best(kernel, problem)
             library = cuda_emulator.emulated(kernel, variant, tmp_path)
 
             def run(tensors: Mapping[str, Tensor | None]) -> None:

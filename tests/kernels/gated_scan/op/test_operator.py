@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
+import posing
 import pytest
 import torch
 from selecting import Describe
@@ -45,8 +46,7 @@ def described(dtype: str = "bfloat16", shape: tuple[int, ...] = (2, 64, 96), **g
 
 def taken(call: Any) -> list[str]:
     """Kernels that accept the problem of a call."""
-    kernel = FAMILY.kernel(call.problem.kernel, "cuda")
-    return [str(v) for v in kernel.variants if kernel.rules.accepts(v, call.problem) is None]
+    return [*map(str, posing.taken(FAMILY.kernel(call.problem.kernel, "cuda"), call.problem))]
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -182,11 +182,9 @@ def test_every_sample_is_solved_by_a_kernel() -> None:
     """By one of its access, and of its kind alone."""
     for sample in FAMILY.samples:
         kernel = FAMILY.kernel(sample.problem.kernel, "cuda")
-        found = [v for v in kernel.variants if kernel.rules.accepts(v, sample.problem) is None]
-        assert found
-        best = min(found, key=lambda variant: kernel.cost(variant, sample.problem))
-        assert best.text("access") == sample.access
-        assert {v.text("kind") for v in found} == {sample.problem.kind}
+        assert posing.best(kernel, sample.problem).text("access") == sample.access
+        fitting = posing.taken(kernel, sample.problem)
+        assert {v.text("kind") for v in fitting} == {sample.problem.kind}
     assert {sample.problem.kind for sample in FAMILY.samples} == {k.source for k in KINDS.values()}
 
 
@@ -194,18 +192,12 @@ def test_every_sample_is_solved_by_a_kernel() -> None:
     "text", ["rg_lru:time_last:1,40,512:float32", "hgrn:channel_last:2,8,33:fp16"]
 )
 def test_tensors_to_time_kernels_on(text: str) -> None:
-    case = BENCHMARK.parse(text)
-    for direction in BENCHMARK.passes:
-        problems: Any = OPERATOR.posed(case, direction)
-        assert [problem.direction for problem in problems] == [direction]
-        for problem in problems:
-            kernel = FAMILY.kernel(problem.kernel, "cuda")
-            tensors = OPERATOR.tensors(case, problem, "cpu")
-            outputs = OPERATOR.outputs(case, problem)
-            assert outputs
-            assert all(tensors[name] is not None for name in outputs)
-            assert {*tensors} <= {*kernel.pointers}
-            assert tensors["input0"].shape == (problem.batch, problem.channels, problem.time)
+    posed = posing.check_tensors_to_time(OPERATOR, BENCHMARK, FAMILY, text)
+    assert [direction for direction, *_ in posed] == [*BENCHMARK.passes]
+    for direction, problem, tensors in posed:
+        assert problem.direction == direction
+        assert {*tensors} <= {*FAMILY.kernel(problem.kernel, "cuda").pointers}
+        assert tensors["input0"].shape == (problem.batch, problem.channels, problem.time)
 
 
 def test_cases() -> None:

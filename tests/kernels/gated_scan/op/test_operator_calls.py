@@ -19,6 +19,7 @@ from gated_kernels import (
     results,
 )
 from planning import forget_plans
+from posing import best
 from torch import Tensor
 
 from scan_registry import gated_scan, min_gru
@@ -68,8 +69,7 @@ def test_emulated_kernels_match_the_composition(
 
     def prepared(problem: Any, device: torch.device, backend: Any) -> tuple[Run, int]:
         kernel = FAMILY.kernel(problem.kernel, "cuda")
-        fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-        variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+        variant = best(kernel, problem)
         library = cuda_emulator.emulated(kernel, variant, tmp_path)
 
         def run(tensors: Mapping[str, Tensor | None]) -> None:

@@ -26,15 +26,7 @@ CLIPS: list[dict[str, Any]] = [
     {"forward_clipval": 0.5, "gradient_recurrent_cut": True},
 ]
 #: Products with R have tiles of 1 to 6 rows, whatever the function is; a task has 48 rows at most.
-SHAPES = (
-    (3, 6, 2, 20),
-    (2, 3, 1, 33),
-    (5, 3, 1, 33),
-    (6, 3, 1, 33),
-    (8, 3, 1, 33),
-    (11, 3, 1, 33),
-    (50, 3, 1, 64),
-)
+SHAPES = ((3, 6, 2, 20), *((rows, 3, 1, 33) for rows in (2, 5, 6, 8, 11)), (50, 3, 1, 64))
 
 
 def drawn(function: Function, shape: tuple[int, int, int, int], **options: Any) -> Call:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from planning import forget_plans
+from posing import best
 from torch import Tensor
 
 from scan_registry import rnn
@@ -38,8 +39,7 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
                 if isinstance(problem, RnnProblem) and problem.scope == scope
             )
             kernel = FAMILY.kernel(problem.kernel, "cuda")
-            fitting = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-            variant = min(fitting, key=lambda variant: kernel.cost(variant, problem))
+            variant = best(kernel, problem)
             library = cuda_emulator.emulated(kernel, variant, tmp_path)
 
             def run(tensors: Mapping[str, Tensor | None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+import posing
 import pytest
 import torch
 
@@ -25,8 +26,7 @@ def described(dtype: str = "bfloat16", shape: tuple[int, ...] = (2, 64, 96), **g
 
 def taken(call: Any) -> list[str]:
     """Kernels that accept the problem of a call."""
-    kernel = FAMILY.kernel(call.problem.kernel, "cuda")
-    return [str(v) for v in kernel.variants if kernel.rules.accepts(v, call.problem) is None]
+    return [*map(str, posing.taken(FAMILY.kernel(call.problem.kernel, "cuda"), call.problem))]
 
 
 def test_a_call_poses_what_kernels_solve() -> None:
@@ -93,18 +93,8 @@ def test_what_runs_on_the_cpu_is_what_kernels_compute(setting: cases.Setting) ->
     "text", ["time_last:1,40,4096,5:float32", "channel_last:2,8,33,16:float16:gate=none:groups=2"]
 )
 def test_tensors_to_time_kernels_on(text: str) -> None:
-    case = BENCHMARK.parse(text)
-    for direction in BENCHMARK.passes:
-        problems: Any = OPERATOR.posed(case, direction)
-        assert problems
-        for problem in problems:
-            kernel = FAMILY.kernel(problem.kernel, "cuda")
-            tensors = OPERATOR.tensors(case, problem, "cpu")
-            outputs = OPERATOR.outputs(case, problem)
-            assert outputs
-            assert all(tensors[name] is not None for name in outputs)
-            assert {*outputs} <= {*kernel.pointers}
-            assert tensors["u"].shape == (problem.batch, problem.channels, problem.time)
+    for _, problem, tensors in posing.check_tensors_to_time(OPERATOR, BENCHMARK, FAMILY, text):
+        assert tensors["u"].shape == (problem.batch, problem.channels, problem.time)
 
 
 def test_cases() -> None:

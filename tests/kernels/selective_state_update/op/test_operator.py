@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from posing import best, taken
 from torch import Tensor
 
 from scan_registry.kernels.selective_state_update import reference
@@ -122,8 +123,7 @@ def test_matches_plain_torch(
     call = plans.make_kernel_call(
         check(tuple(given), softplus, "auto"), softplus, addresses_of(chunked)
     )
-    taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, call.problem) is None]
-    variant = min(taken, key=lambda variant: KERNEL.cost(variant, call.problem))
+    variant = best(KERNEL, call.problem)
     assert variant.text("access") == access
     out = torch.empty_like(given.x)
     tensors = dict(zip(KERNEL.pointers, (*given, out), strict=True))
@@ -138,5 +138,4 @@ def test_tensors_that_offsets_of_32_bits_do_not_reach_are_not_aligned() -> None:
     call = plans.make_kernel_call(given._replace(x=far), False, 0)
     assert call.problem.large
     assert not plans.make_kernel_call(given, False, 0).problem.large
-    taken = [v for v in KERNEL.variants if KERNEL.rules.accepts(v, call.problem) is None]
-    assert {variant.text("access") for variant in taken} == {"generic"}
+    assert {variant.text("access") for variant in taken(KERNEL, call.problem)} == {"generic"}
