@@ -178,7 +178,8 @@ def trained(name: str) -> None:
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        created.append([*losses, *item.parameters()])
+        gradients = [p.grad for p in item.parameters() if p.grad is not None]
+        created.append([*losses, *gradients, *item.parameters()])
     torch.testing.assert_close(*created)
     assert created[0][0] != created[0][2]
 

@@ -126,12 +126,11 @@ def test_gradients_exist_and_can_be_differentiated(name: str) -> None:
 
 
 @every_call
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compilation(name: str, dynamic: bool) -> None:
-    """As one graph, values and gradients."""
+def test_compilation_with_dynamic_sizes(name: str) -> None:
+    """As one graph, values and gradients. ``test_inductor.py`` has graphs of fixed sizes."""
     call, _ = CALLS[name]
     torch._dynamo.reset()
-    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     plain, inputs = leaves(name), leaves(name)
     expected, actual = call(*plain), compiled(*inputs)
     torch.testing.assert_close(actual, expected)
