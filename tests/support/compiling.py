@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from changing import changed
 
+from scan_registry.artifact.archive import Binary
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import family
 from scan_registry.kernels.model import (
@@ -43,6 +46,13 @@ extern "C" __global__ void __launch_bounds__(1024, 2) toy(float* x) {
     for (int i = 0; i < 96; i++) x[i * 1024 + threadIdx.x] = kept[i] * kept[95 - i] * SCALE;
 }
 """
+
+
+def on_sm90(variants: Iterable[model.Variant]) -> Iterator[Binary]:
+    """Their binaries for 9.0: those of the installed archive, and the others compiled here."""
+    installed = {binary.variant: binary for archive, binary in catalogue() if archive.arch == SM90}
+    for variant in variants:
+        yield installed.get(variant) or compiling.compile_variant(variant, SM90)[0]
 
 
 class Toy:

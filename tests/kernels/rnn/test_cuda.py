@@ -11,9 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 from by_path import load
+from compiling import on_sm90
 
-from scan_registry.aot.compile import compile_variant
-from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
@@ -205,8 +204,7 @@ def test_gates_of_a_steady_slstm_are_as_exact_as_what_is_stored(
 @pytest.mark.parametrize("kernel", ["sequence_forward", "sequence_backward"])
 def test_r_stays_in_registers(kernel: str) -> None:
     """The largest kernels of the narrow dtypes: a spilled register would be reloaded at every step."""
-    for variant in FAMILY.kernel(kernel, "cuda").variants:
-        if variant.text("dtype") == "bfloat16" and variant.text("function") in ("lstm", "slstm"):
-            binary, _ = compile_variant(variant, Target.parse("sm90"))
-            assert not binary.spill_bytes
-            assert (binary.registers or 0) * binary.threads <= 65_536
+    narrow = (v for v in FAMILY.kernel(kernel, "cuda").variants if v.text("dtype") == "bfloat16")
+    for binary in on_sm90(v for v in narrow if v.text("function") in ("lstm", "slstm")):
+        assert binary.spill_bytes == 0
+        assert (binary.registers or 0) * binary.threads <= 65_536
