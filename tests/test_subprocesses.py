@@ -27,7 +27,9 @@ def unsafe(source: str) -> Iterator[int]:
         if isinstance(each, ast.Assign)
     }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("subprocess."):
+        if not isinstance(node, ast.Call):
+            continue
+        if not ast.unparse(node.func).startswith(("subprocess.", "captured")):
             continue
         words = expressions(node)
         words |= {word for name in words & named.keys() for word in named[name]}
@@ -50,6 +52,7 @@ def test_python_is_started_in_another_folder() -> None:
     ("source", "lines"),
     [
         ("subprocess.run([sys.executable, '-c', script], check=True)", [1]),
+        ("captured([sys.executable, '-c', script])", [1]),
         ("subprocess.run([sys.executable, *('-m', 'torch.distributed.run')])", [1]),
         ("words = [sys.executable, '-c', script]\nsubprocess.run(words)", [2]),
         ("subprocess.run([sys.executable, '-c', script], cwd=folder)", []),

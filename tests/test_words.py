@@ -8,13 +8,13 @@ from __future__ import annotations
 import ast
 import io
 import re
-import subprocess
 import tokenize
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from scan_registry.kernels import families
 
@@ -109,14 +109,7 @@ _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 @cache
 def sources() -> tuple[str, ...]:
     """Files that belong to the repository, from its root."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=False,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    listed = captured(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT)
     if listed.returncode:
         pytest.skip("this is no git checkout")
     return tuple(

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import scan_registry
 from scan_registry.aot import nvrtc
@@ -46,14 +47,8 @@ LAYOUTS = [("cuda_nvrtc", (12, 4)), ("cu13", (13, 2))]
 
 def run(script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}
-    return subprocess.run(
-        [sys.executable, *options, "-c", script],
-        cwd=os.sep,
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
+    return captured(
+        [sys.executable, *options, "-c", script], cwd=os.sep, env={**environment, **variables}
     )
 
 

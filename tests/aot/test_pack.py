@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from changing import changed
+from processes import captured
 
 from scan_registry.aot import pack as packing
 from scan_registry.aot.pack import pack, provenance, tunings
@@ -27,14 +27,7 @@ def no_commit_given(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
-    result = subprocess.run(
-        ["git", *identity, *words],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    result = captured(["git", *identity, *words], cwd=folder, check=True)
     return result.stdout.strip()
 
 

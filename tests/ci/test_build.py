@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from processes import captured
 
 from ci import build
 from ci.matrix import Platform, load
@@ -18,26 +19,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, ROOT / "ci" / "build.py", *words],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
+    return captured(
+        [sys.executable, ROOT / "ci" / "build.py", *words], env={**os.environ, **environment}
     )
 
 
 def test_it_starts_on_a_bare_python() -> None:
     """Nothing but the standard library is there before it has made its environment."""
     script = f"import runpy, sys; sys.argv = ['x', '-h']; runpy.run_path({str(ROOT / 'ci' / 'build.py')!r}, run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-I", "-S", "-c", script])
     assert done.returncode == 0, done.stderr
     assert "python3 ci/build.py --all" in done.stdout
 

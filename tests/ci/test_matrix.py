@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from processes import captured
 
 from ci.matrix import PATH, Matrix, load
 from scan_registry.aot.plan import chosen_archs
@@ -33,14 +34,7 @@ MATRIX = load()
 def cibuildwheel(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     program = Path(sys.executable).with_name("cibuildwheel")
     assert program.is_file(), "pip install -r ci/requirements.txt"
-    return subprocess.run(
-        [program, *words, str(ROOT)],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    return captured([program, *words, str(ROOT)], env={**os.environ, **environment})
 
 
 def test_what_the_package_knows_of() -> None:
@@ -102,13 +96,7 @@ def test_the_workflow_takes_its_jobs_from_the_matrix() -> None:
 
 
 def test_the_jobs() -> None:
-    printed = subprocess.run(
-        [sys.executable, "-I", PATH.with_name("matrix.py")],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=True,
-    )
+    printed = captured([sys.executable, "-I", PATH.with_name("matrix.py")], check=True)
     jobs = dict(line.split("=", 1) for line in printed.stdout.splitlines())
     wheels, trials = json.loads(jobs["wheels"]), json.loads(jobs["trials"])
     assert {job["archs"] for job in wheels} == {"none", *RELEASED}

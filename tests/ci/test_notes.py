@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from ci.notes import NotesError, notes, stated_version
 
@@ -64,12 +64,6 @@ def test_this_changelog_speaks_of_this_version() -> None:
 
 def test_an_error_is_one_line() -> None:
     script = ROOT / "ci" / "notes.py"
-    result = subprocess.run(
-        [sys.executable, script, "v900.0"],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    result = captured([sys.executable, script, "v900.0"])
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("error: the tag is v900.0, but ")

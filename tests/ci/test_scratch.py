@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 
 import scan_registry
 import scan_registry.aot
@@ -117,15 +118,7 @@ def with_family(copy: Path) -> Path:
 
 def run(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": str(place), **environment}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=place,
-        env=variables,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, *words], cwd=place, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -234,15 +227,7 @@ def test_an_architecture_is_three_lines(copy: Path, tmp_path: Path) -> None:
     script = "from scan_registry.aot.plan import chosen_archs; print(*(a.label for a in chosen_archs({})))"
     assert "sm103" in run(copy, "-c", script).stdout.split()
     requested = [sys.executable, "-m", "scan_registry", "doctor", "--for", "sm_103", "--json"]
-    result = subprocess.run(
-        requested,
-        cwd=copy,
-        env={**os.environ, "PYTHONPATH": str(copy)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    result = captured(requested, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)})
     remedies = [r for finding in json.loads(result.stdout)["findings"] for r in finding["remedies"]]
     assert "`pip install scan-registry-sm103`" in remedies
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import sequence_parallel_ranks as program
 import torch
+from processes import captured
 from rank_pool import RankPool
 from torch.torch_version import TorchVersion
 
@@ -90,13 +90,5 @@ def test_two_gpus(tmp_path: Path, dtype: str) -> None:
         pytest.skip("needs two GPUs")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", "2", program.TOOL, "--dtype", dtype]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        timeout=150,
-    )
+    done = captured(command, cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import scan_registry
 from scan_registry import kernels
@@ -128,14 +128,7 @@ print(json.dumps([name for name in sys.modules if name.startswith("scan_registry
 
 
 def test_calls_import_none_of_them(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALLS],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-W", "ignore", "-c", CALLS], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     modules = json.loads(done.stdout.splitlines()[-1])
     assert "scan_registry.kernels.selective_scan.op.function" in modules

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 import scan_registry
 import scan_registry.aot
@@ -36,15 +36,7 @@ print(scan_registry.__file__)
 def run(words: list[str], *path: Path) -> tuple[str, str]:
     """Both outputs of Python in the root of the clone. It knows of no installed package but those on ``path``."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    done = subprocess.run(
-        [sys.executable, "-S", *words],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-S", *words], cwd=ROOT, env=environment)
     return done.stdout.strip(), done.stderr.strip()
 
 

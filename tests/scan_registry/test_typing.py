@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "user_program.py"
 #: Whose public names the program has to use.
@@ -112,14 +113,7 @@ def mistaken_lines() -> list[int]:
 
 def output_of(folder: Path, *command: str | Path) -> str:
     """A checker's standard output; it exits with 1 where it finds something, and with more where it cannot run."""
-    created = subprocess.run(
-        [sys.executable, "-m", *map(str, command)],
-        cwd=folder,
-        check=False,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    created = captured([sys.executable, "-m", *map(str, command)], cwd=folder)
     assert created.returncode in (0, 1), created.stderr
     return created.stdout
 

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 #: What the scripts import beside the package.
 SUPPORT = str(Path(__file__).parent)
@@ -17,13 +17,9 @@ SUPPORT = str(Path(__file__).parent)
 def interpret(script: Path, *arguments: str) -> None:
     """Fails if the script does, or prints anything."""
     pytest.importorskip("triton")
-    ran = subprocess.run(
+    ran = captured(
         [sys.executable, "-W", "ignore", str(script), *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": SUPPORT},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
 import sys
 from base64 import urlsafe_b64encode
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from processes import captured
 
 from scan_registry.artifact.archive import Archive, Binary, digest
 from scan_registry.catalog import providers
@@ -82,14 +82,10 @@ def record(site: Path) -> None:
 
 def shell(site: Path, *words: str, status: int = 0, **environment: str) -> str:
     """The program in a process of its own, with the provider installed: forks need one."""
-    result = subprocess.run(
+    result = captured(
         [sys.executable, "-m", "scan_registry", "verify", "--arch", "sm103", *words],
         env={**os.environ, "PYTHONPATH": str(site), "SCAN_REGISTRY_JOBS": "2", **environment},
         cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
     )
     assert result.returncode == status, result.stdout + result.stderr
     return result.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from processes import captured
 
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.gated_scan import cases
@@ -336,8 +336,6 @@ def test_a_kind_is_one_header_and_one_line(cuda_emulator: ModuleType, tmp_path: 
     script = tmp_path / "added.py"
     script.write_text(ADDED, encoding="utf-8")
     command = [sys.executable, script, Path(cuda_emulator.__file__).parent, root, out]
-    ran = subprocess.run(
-        [*map(str, command)], capture_output=True, text=True, encoding="utf-8", check=False
-    )
+    ran = captured([*map(str, command)])
     assert ran.returncode == 0, ran.stderr
     assert len(ran.stdout.splitlines()) >= 4

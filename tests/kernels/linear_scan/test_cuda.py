@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import captured
 from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
@@ -363,9 +363,7 @@ def test_the_emulator_runs_threads_as_a_gpu_may(cuda_emulator: ModuleType, tmp_p
         constants = {"LEAVES": leaves, "CROSSES": crosses, "MEETS": meets}
         library = cuda_emulator.library_of("hand_on.cu", "hand_on", texts, constants, tmp_path)
         command = [sys.executable, "-c", RUN, str(library)]
-        ran = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, encoding="utf-8", check=False
-        )
+        ran = captured(command, cwd=tmp_path)
         return ran.stdout.strip(), ran.stderr
 
     in_order = " ".join(str((own + 1) % 64) for own in range(64))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from processes import captured
 
 import scan_registry
 
@@ -23,7 +23,7 @@ LIMIT = 120
 @pytest.mark.slow
 def test_torchrun_times_all_ranks(tmp_path: Path) -> None:
     case = "channel_last:1,32,65:float32"
-    done = subprocess.run(
+    done = captured(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", "-m", "scan_registry", "bench", "distributed"),
@@ -31,10 +31,6 @@ def test_torchrun_times_all_ranks(tmp_path: Path) -> None:
         ],
         env=ENVIRONMENT,
         cwd=tmp_path,  # the working folder is imported from first
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr

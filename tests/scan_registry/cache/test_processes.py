@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from scan_registry.runtime import jit
 
@@ -27,15 +28,7 @@ from scan_registry.cache import store
 {patch}
 sys.exit(cache.main(sys.argv[1:]))
 """
-    return subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
-        cwd=STRESS,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        timeout=300,
-    )
+    return captured([sys.executable, "-c", script, *map(str, arguments)], cwd=STRESS, timeout=300)
 
 
 @needs_nvrtc

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, version
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 
 import scan_registry
 from scan_registry.catalog import inventory, providers
@@ -60,14 +60,8 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 
 def run(site: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=site.parent,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
+    done = captured(
+        [sys.executable, *words], cwd=site.parent, env={**os.environ, "PYTHONPATH": str(site)}
     )
     assert done.returncode in (0, 1), done.stderr
     assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog import inventory
@@ -38,9 +39,7 @@ BACKWARD = next(
 def shell(*words: str) -> subprocess.CompletedProcess[str]:
     """The program in a process of its own, started where the sources are not."""
     command_line = [sys.executable, "-m", "scan_registry", *words]
-    return subprocess.run(
-        command_line, capture_output=True, text=True, encoding="utf-8", check=False, cwd="/"
-    )
+    return captured(command_line, cwd="/")
 
 
 @pytest.fixture
@@ -346,9 +345,7 @@ def test_the_console_script_is_the_same_program() -> None:
     script = Path(sys.executable).with_name("scan-registry")
     if not script.exists():
         pytest.skip("the environment's scripts are elsewhere")
-    result = subprocess.run(
-        [script, "--version"], capture_output=True, text=True, encoding="utf-8", check=True
-    )
+    result = captured([script, "--version"], check=True)
     assert result.stdout == shell("--version").stdout
 
 

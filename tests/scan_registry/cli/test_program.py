@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from counting import calls_of
+from processes import captured
 
 from scan_registry.cli import COMMANDS, command, main, parser
 from scan_registry.cli import inspect as inspect_command
@@ -125,14 +126,7 @@ except SystemExit:
     pass
 print(json.dumps(sorted(sys.modules)))
 """
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd="/",
-        check=True,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    result = captured([sys.executable, "-c", script], cwd="/", check=True)
     loaded = set(json.loads(result.stdout.splitlines()[-1]))
     assert not {f"scan_registry.cli.{name}" for name in COMMANDS} & loaded
     assert not {"rich", "torch", "triton", "numpy", "argcomplete", "importlib.metadata"} & loaded

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import captured
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
@@ -128,13 +128,10 @@ import sys, scan_registry
 from scan_registry.dispatch import policy
 print(policy.lowest(), "torch" in sys.modules)
 """
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", script],
         cwd=tmp_path,
         env={**os.environ, policy.VARIABLE: "aot"},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
         check=True,
     )
     assert done.stdout.split() == ["same-major", "False"]

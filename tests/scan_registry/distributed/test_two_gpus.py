@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import captured
 
 RANKS = Path(__file__).parents[2] / "support" / "nccl_ranks.py"
 
@@ -17,7 +17,7 @@ RANKS = Path(__file__).parents[2] / "support" / "nccl_ranks.py"
 def test_results_are_one_gpus(tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    done = subprocess.run(
+    done = captured(
         [
             sys.executable,
             "-m",
@@ -28,10 +28,6 @@ def test_results_are_one_gpus(tmp_path: Path) -> None:
             RANKS,
         ],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
         timeout=150,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+
+from processes import captured
 
 #: At the end of a process Python replaces what a module holds by None, and objects in cycles outlive that.
 SCRIPT = """
@@ -16,12 +17,5 @@ del graph
 
 
 def test_a_graph_that_outlives_its_module_says_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=True,
-        cwd="/",
-    )
+    done = captured([sys.executable, "-c", SCRIPT], check=True, cwd="/")
     assert done.stderr == ""

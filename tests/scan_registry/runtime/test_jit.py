@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import captured
 
 from scan_registry.aot import compile as compiling
 from scan_registry.aot import nvrtc, worker
@@ -47,15 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fresh(script: str, *, check: bool = True, **variables: str) -> dict[str, Any]:
     """What a script prints as JSON, in a fresh process away from the sources."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=os.sep,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-c", script], cwd=os.sep, env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+from processes import captured
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(
@@ -49,14 +49,7 @@ _launcher.bind(*[ctypes.cast(each, c_void_p).value for each in driver])
 
 
 def run(script: str, tmp_path: Any) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER + script],
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-    )
+    done = captured([sys.executable, "-c", DRIVER + script], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

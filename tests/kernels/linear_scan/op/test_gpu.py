@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
+from processes import captured
 
 import scan_registry
 from scan_registry.kernels.cases import relative_error
@@ -320,14 +320,7 @@ def test_complex128_has_the_reference_alone():
 
 
 def run(script):
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-c", script], cwd="/")
     assert done.stdout.strip() == "True", done.stderr
 
 

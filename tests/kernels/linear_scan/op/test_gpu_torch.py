@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -10,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from gpu_scans import inputs, with_states
+from processes import captured
 
 import scan_registry
 
@@ -119,14 +119,7 @@ same = torch.equal(out, scan_registry.linear_scan(gates, gates, dim=1))
 again = scan_registry.linear_scan(gates[0], gates, dim=1, cu_seqlens=bounds, reverse=True)
 print(same and torch.equal(packed, again))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-    )
+    done = captured([sys.executable, "-c", script], cwd="/")
     assert done.stdout.strip() == "True", done.stderr
 
 

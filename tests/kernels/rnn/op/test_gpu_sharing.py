@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import captured
 from torch import Tensor
 
 import scan_registry
@@ -87,9 +87,7 @@ for module, out in zip(modules, outs):
 def test_threads_may_run_their_networks_for_the_first_time_together(tmp_path: Path) -> None:
     for _ in range(3):
         command = [sys.executable, "-c", FIRST_CALLS]
-        run = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", check=False, cwd=tmp_path
-        )
+        run = captured(command, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import venv
 import zipfile
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 from caching import Capture, add, document, only, paths, refused, run
+from processes import captured
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.cache.store import Cache
@@ -223,14 +223,10 @@ print(json.dumps({
 
 def quiet(*command: str | Path, **environment: str) -> str:
     """The output of a command that must succeed; its packages are those of this process."""
-    result = subprocess.run(
+    result = captured(
         list(map(str, command)),
         env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
         cwd="/",
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

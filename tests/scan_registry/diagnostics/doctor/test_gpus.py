@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from diagnosing import SCHEMA, Capture, Describe, Provide, document, errors, text
 from jsonschema import Draft202012Validator
+from processes import captured
 
 from scan_registry.cli import doctor as command
 from scan_registry.cli import main
@@ -159,15 +160,7 @@ sys.exit(main(["doctor", *sys.argv[1:]]))
 
 def shell(*words: str, alone: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
     program = ["-c", ALONE] if alone else ["-m", "scan_registry", "doctor"]
-    return subprocess.run(
-        [sys.executable, *program, *words],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        cwd="/",
-        env={**os.environ, **variables},
-    )
+    return captured([sys.executable, *program, *words], cwd="/", env={**os.environ, **variables})
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from explaining import CALL, Capture, Factory, document, explained, valid
 from imaginary import NVRTC
+from processes import captured
 
 import scan_registry
 from scan_registry.catalog.inventory import Catalogue, catalogue
@@ -172,15 +172,7 @@ print(json.dumps(answers))
 def called(*more: list[str], **variables: str) -> list[tuple[int, str, str]]:
     """What explaining the call prints, with more words each time, in a process that finds other GPUs than this one."""
     calls = json.dumps([[*CALL, *words] for words in more])
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS, calls],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
-        cwd="/",
-        env={**os.environ, **variables},
-    )
+    done = captured([sys.executable, "-c", CALLS, calls], cwd="/", env={**os.environ, **variables})
     assert done.returncode == 0, done.stderr
     return [tuple(answer) for answer in json.loads(done.stdout)]
 

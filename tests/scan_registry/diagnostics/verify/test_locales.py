@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import captured
 from verifying import shell
 
 from scan_registry.aot.compile import recipe
@@ -44,14 +44,10 @@ print(compiled.cached, compiled.binary.size == len(compiled.content))
 
 
 def in_ascii(script: str, *words: str, folder: Path) -> str:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", script, *words],
         cwd=folder,
         env={**os.environ, **ASCII, "SCAN_REGISTRY_CACHE": str(folder / "cache")},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

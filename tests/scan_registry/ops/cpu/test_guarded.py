@@ -6,13 +6,13 @@ import ctypes
 import mmap
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import watched
+from processes import captured
 from torch import Tensor
 from watched import MIXES, Case, Memory, levels, using
 
@@ -21,14 +21,7 @@ from watched import MIXES, Case, Memory, levels, using
 def test_nothing_outside_is_touched() -> None:
     folders = [str(Path(watched.__file__).parent), *os.environ.get("PYTHONPATH", "").split(":")]
     shared = {**os.environ, "PYTHONPATH": ":".join(filter(None, folders))}
-    done = subprocess.run(
-        [sys.executable, __file__],
-        check=False,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        env=shared,
-    )
+    done = captured([sys.executable, __file__], env=shared)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "untouched\n"
 
