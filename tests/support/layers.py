@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 
 from scan_registry import nn
@@ -35,13 +36,7 @@ def check_steps_in_a_graph(block: Any, hidden: Tensor) -> None:
     with torch.no_grad():
         expected = block(hidden)
         states, now = block.allocate_inference_cache(batch, length), hidden[:, :1].clone()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            block.step(now, *states)  # which loads what a graph cannot
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, *_ = block.step(now, *states)
+        graph, (out, *_) = recorded(lambda: block.step(now, *states))
         for state in states:
             state.zero_()
         outputs = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 
 from scan_registry import causal_conv1d, causal_conv1d_update
@@ -120,14 +121,7 @@ def test_graph_capture_of_a_training_step(name: str, last: bool) -> None:
     given = drawn((2, 136, 515), 4, torch.bfloat16, last, **OPTIONS[name])
     weights = gradients_of_outputs(given)
     run = partial(step, given, weights)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = recorded(run)
     with torch.no_grad():
         for n in NAMES:
             if n in given:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from planning import forget_plans
 from torch import Tensor
 
@@ -307,15 +308,7 @@ def test_a_cuda_graph(turned: bool) -> None:
         assert isinstance(out, Tensor)
         return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = recorded(step, warm_ups=3)
     with torch.no_grad():
         for leaf in leaves[:3]:
             leaf.copy_(torch.randn_like(leaf))

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from gpu_scans import inputs, with_states
+from graphs import recorded
 from processes import captured
 
 import scan_registry
@@ -50,15 +51,7 @@ def test_graph_capture_of_a_training_step(packed, gates, dim, backend):
     if bounds is not None:
         bounds = bounds.int()
     step = partial(training_step, tensors, dim, bounds, backend=backend)
-    side = torch.cuda.Stream()  # as torch wants captures of backward passes to be warmed up
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = recorded(step, warm_ups=3)
     for first in (1, 5, 40):
         with torch.no_grad():
             for tensor in tensors:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from pretending import flat
 from torch import Tensor
 
@@ -133,14 +134,7 @@ def test_a_training_step_in_a_graph(kind: str, taken: list[bool]) -> None:
         out = module(now, reset=marks)[0]
         return [out, *torch.autograd.grad(out.square().sum(), [*module.parameters()])]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = step()
+    graph, found = recorded(step)
     assert all(taken)
     now.copy_(2 * x)
     marks.copy_(draw_marks(module))

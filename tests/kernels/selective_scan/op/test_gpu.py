@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from planning import forget_plans
 from torch import Tensor
 
@@ -240,20 +241,13 @@ def test_a_graph_of_a_training_step(parts: int, monkeypatch: pytest.MonkeyPatch)
         out = selective_scan(**given, delta_softplus=True)
         return [out, *torch.autograd.grad(out, given.values(), torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
+    graph, captured = recorded(step, warm_ups=2)
     with torch.no_grad():
         given["u"].normal_()
         given["z"].normal_()
     graph.replay()
     torch.cuda.synchronize()
-    for one, other in zip(recorded, step(), strict=True):
+    for one, other in zip(captured, step(), strict=True):
         assert torch.equal(one, other)
 
 
@@ -295,9 +289,9 @@ def test_a_graph_of_packed_sequences_that_are_composed() -> None:
     expected = selective_scan(**given, delta_softplus=True, cu_seqlens=bounds)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = selective_scan(**given, delta_softplus=True, cu_seqlens=bounds)
+        captured = selective_scan(**given, delta_softplus=True, cu_seqlens=bounds)
     graph.replay()
-    torch.testing.assert_close(recorded, expected)
+    torch.testing.assert_close(captured, expected)
 
 
 def test_memory_is_of_inputs_and_outputs() -> None:
