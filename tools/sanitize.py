@@ -1,6 +1,6 @@
 """Run every kernel of a family on a few small problems, for compute-sanitizer to watch.
 
-    compute-sanitizer --tool memcheck --kernel-name kns=linear_scan --error-exitcode 1 python tools/sanitize.py linear_scan
+    compute-sanitizer --tool memcheck --kernel-name kns=FAMILY --error-exitcode 1 python tools/sanitize.py FAMILY
     compute-sanitizer --tool racecheck --kernel-name kns=ward --error-exitcode 1 python tools/sanitize.py rnn
 
 and likewise with ``--tool synccheck`` and ``initcheck``. memcheck and initcheck find more with
