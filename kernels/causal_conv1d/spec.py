@@ -10,6 +10,7 @@ from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
+from scan_registry.kernels import model
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
     MOST_TIME,
@@ -24,21 +25,6 @@ from scan_registry.kernels.causal_conv1d.problem import (
     Strides,
     UpdateProblem,
     ceil_div,
-)
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Parameter,
-    Pins,
-    Problem,
-    Rules,
-    Sample,
-    Space,
-    Static,
-    Variant,
 )
 
 FAMILY_NAME = "causal_conv1d"
@@ -63,14 +49,14 @@ _REDUCTION_WARPS = 8
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
-def _signature(pointers: tuple[str, ...], integers: tuple[str, ...]) -> tuple[Parameter, ...]:
+def _signature(pointers: tuple[str, ...], integers: tuple[str, ...]) -> tuple[model.Parameter, ...]:
     return (
-        *(Parameter(name, "pointer") for name in pointers),
-        *(Parameter(name, "i64") for name in integers),
+        *(model.Parameter(name, "pointer") for name in pointers),
+        *(model.Parameter(name, "i64") for name in integers),
     )
 
 
-def parameters(direction: Direction) -> tuple[Parameter, ...]:
+def parameters(direction: Direction) -> tuple[model.Parameter, ...]:
     """The signature of both kernels of one direction."""
     strides = tuple(f"{name}_{axis}" for name, axis in product(STRIDED[direction], _DIMENSIONS))
     sizes = ("batches", "channels", "time", "width", "sequences")
@@ -82,26 +68,26 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 # --- The convolution --------------------------------------------------------------------------
 
 
-def _vector(variant: Variant, layout: Layout) -> int:
+def _vector(variant: model.Variant, layout: Layout) -> int:
     """Elements that a thread holds side by side: one where rows may lie anywhere; else 16 bytes of time, or as many
     channels as registers allow, since each has a filter of its own."""
     if variant.text("access") == "generic":
         return 1
-    return 16 // ITEM_SIZE[variant.text("dtype")] if layout == "time_last" else 4
+    return 16 // model.ITEM_SIZE[variant.text("dtype")] if layout == "time_last" else 4
 
 
-def cut(variant: Variant, problem: ConvProblem) -> Cut:
+def cut(variant: model.Variant, problem: ConvProblem) -> Cut:
     """How the variant's launch cuts the problem; a backward kernel writes sums for each of its pieces."""
     return problem.cut(_vector(variant, problem.layout))
 
 
-def pieces(variant: Variant, problem: ConvProblem) -> int:
+def pieces(variant: model.Variant, problem: ConvProblem) -> int:
     """Rows of ``partials``."""
     return problem.batch * cut(variant, problem).pieces
 
 
-def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
-    defined: dict[str, Static] = {
+def _constants(layout: Layout, variant: model.Variant) -> dict[str, model.Static]:
+    defined: dict[str, model.Static] = {
         "ELEMENT": variant.text("dtype"),
         "TAPS": variant.number("taps"),
         "ALIGNED": int(variant.text("access") == "aligned"),
@@ -113,13 +99,13 @@ def _constants(layout: Layout, variant: Variant) -> dict[str, Static]:
     return defined
 
 
-def _depth(variant: Variant) -> int:
+def _depth(variant: model.Variant) -> int:
     """Rows of a tensor that a thread has under way. Two tensors are read backward."""
     aligned_backward = variant.kernel.endswith("backward") and variant.text("access") == "aligned"
     return 4 if aligned_backward else 8
 
 
-def _kind_mismatch(variant: Variant, problem: ConvProblem) -> str | None:
+def _kind_mismatch(variant: model.Variant, problem: ConvProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     if variant.text("access") == "aligned" and not problem.has_one_run:
@@ -131,7 +117,7 @@ def _kind_mismatch(variant: Variant, problem: ConvProblem) -> str | None:
     return None
 
 
-def _accepts(layout: Layout, variant: Variant, problem: ConvProblem) -> str | None:
+def _accepts(layout: Layout, variant: model.Variant, problem: ConvProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem):
         return reason
     vector = _vector(variant, layout)
@@ -140,37 +126,39 @@ def _accepts(layout: Layout, variant: Variant, problem: ConvProblem) -> str | No
     return None
 
 
-def _cost(variant: Variant, problem: ConvProblem) -> float:
+def _cost(variant: model.Variant, problem: ConvProblem) -> float:
     return variant.number("taps") + 16 * (variant.text("access") == "generic")
 
 
-def _launch(layout: Layout, variant: Variant, problem: ConvProblem, sm_count: int) -> Launch:
+def _launch(
+    layout: Layout, variant: model.Variant, problem: ConvProblem, sm_count: int
+) -> model.Launch:
     pieces_of = cut(variant, problem)
-    return Launch((pieces_of.ctas, 1, 1), problem.scalars(pieces_of))
+    return model.Launch((pieces_of.ctas, 1, 1), problem.scalars(pieces_of))
 
 
 #: Room for 4 taps where memory is read at its rate; wider filters are rare.
-_KINDS: tuple[Pins, ...] = tuple(
+_KINDS: tuple[model.Pins, ...] = tuple(
     (("dtype", dtype), ("access", access), ("taps", taps))
     for dtype, (access, taps) in product(DTYPES, (("aligned", 4), ("generic", 8)))
 )
 
 
-def _kernel(layout: Layout, direction: Direction) -> Kernel:
+def _kernel(layout: Layout, direction: Direction) -> model.Kernel:
     name = f"{layout}_{direction}"
-    return Kernel(
+    return model.Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
         parameters=parameters(direction),
-        defaults=Space(_KINDS, lambda kind: ((),)),
-        code=Code(
+        defaults=model.Space(_KINDS, lambda kind: ((),)),
+        code=model.Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=partial(_constants, layout),
             warps=lambda variant: WARPS,
         ),
-        rules=Rules(accepts=partial(_accepts, layout), kind_mismatch=_kind_mismatch),
+        rules=model.Rules(accepts=partial(_accepts, layout), kind_mismatch=_kind_mismatch),
         cost=_cost,
         launch=partial(_launch, layout),
     )
@@ -179,31 +167,35 @@ def _kernel(layout: Layout, direction: Direction) -> Kernel:
 # --- Sums of the backward kernels -------------------------------------------------------------
 
 
-def _reduction_launch(variant: Variant, problem: ReductionProblem, sm_count: int) -> Launch:
+def _reduction_launch(
+    variant: model.Variant, problem: ReductionProblem, sm_count: int
+) -> model.Launch:
     scalars = {
         "pieces": problem.pieces,
         "channels": problem.channels,
         "width": problem.width,
         "format": _FORMATS[problem.output],
     }
-    return Launch((ceil_div((problem.width + 1) * problem.channels, 32), 1, 1), scalars)
+    return model.Launch((ceil_div((problem.width + 1) * problem.channels, 32), 1, 1), scalars)
 
 
-_REDUCTION = Kernel(
+_REDUCTION = model.Kernel(
     family=FAMILY_NAME,
     name="reduction",
     language="cuda",
     parameters=_signature(
         ("partials", "weight_grad", "bias_grad"), ("pieces", "channels", "width", "format")
     ),
-    defaults=Space(((("dtype", "float32"),),), lambda kind: ((("warps", _REDUCTION_WARPS),),)),
-    code=Code(
+    defaults=model.Space(
+        ((("dtype", "float32"),),), lambda kind: ((("warps", _REDUCTION_WARPS),),)
+    ),
+    code=model.Code(
         source="reduction.cu",
         entry=f"{FAMILY_NAME}_reduction",
         constants=lambda variant: {"WARPS": variant.number("warps")},
         warps=lambda variant: variant.number("warps"),
     ),
-    rules=Rules(lambda variant, problem: None),
+    rules=model.Rules(lambda variant, problem: None),
     cost=lambda variant, problem: 0.0,
     launch=_reduction_launch,
 )
@@ -212,18 +204,18 @@ _REDUCTION = Kernel(
 # --- One step ---------------------------------------------------------------------------------
 
 
-def _update_accepts(variant: Variant, problem: UpdateProblem) -> str | None:
+def _update_accepts(variant: model.Variant, problem: UpdateProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
     return None
 
 
-def _update_launch(variant: Variant, problem: UpdateProblem, sm_count: int) -> Launch:
+def _update_launch(variant: model.Variant, problem: UpdateProblem, sm_count: int) -> model.Launch:
     ctas = ceil_div(problem.batch * problem.channels, 32 * variant.number("warps"))
-    return Launch((ctas, 1, 1), problem.scalars())
+    return model.Launch((ctas, 1, 1), problem.scalars())
 
 
-_UPDATE = Kernel(
+_UPDATE = model.Kernel(
     family=FAMILY_NAME,
     name="update",
     language="cuda",
@@ -237,10 +229,10 @@ _UPDATE = Kernel(
             "flags",
         ),
     ),
-    defaults=Space(
+    defaults=model.Space(
         tuple((("dtype", dtype),) for dtype in DTYPES), lambda kind: ((("warps", WARPS),),)
     ),
-    code=Code(
+    code=model.Code(
         source="update.cu",
         entry=f"{FAMILY_NAME}_update",
         constants=lambda variant: {
@@ -251,7 +243,7 @@ _UPDATE = Kernel(
         },
         warps=lambda variant: variant.number("warps"),
     ),
-    rules=Rules(_update_accepts),
+    rules=model.Rules(_update_accepts),
     cost=lambda variant, problem: 0.0,
     launch=_update_launch,
 )
@@ -260,7 +252,7 @@ _UPDATE = Kernel(
 # --- The family -------------------------------------------------------------------------------
 
 
-def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
+def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> model.Sample:
     batch, channels, time = (8, 2048, 2048) if access == "aligned" else (8, 2047, 2039)
     strides = (
         Strides(channels * time, time, 1)
@@ -276,22 +268,22 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> Sa
         time=time,
         width=4,
         strides=(strides,) * len(STRIDED[direction]),
-        alignment=16 if access == "aligned" else ITEM_SIZE[dtype],
+        alignment=16 if access == "aligned" else model.ITEM_SIZE[dtype],
     )
-    return Sample(problem, dtype, access)
+    return model.Sample(problem, dtype, access)
 
 
-def _other_samples() -> tuple[Sample, ...]:
-    reduction: Problem = ReductionProblem("float32", 64, 2048, 4)
+def _other_samples() -> tuple[model.Sample, ...]:
+    reduction: model.Problem = ReductionProblem("float32", 64, 2048, 4)
     strides = Strides(2048, 1, 2048), Strides(3 * 2048, 3, 1), Strides(2048, 1, 2048)
     updates = (UpdateProblem(dtype, 64, 2048, 1, 4, 64, 3, strides) for dtype in DTYPES)
     return (
-        Sample(reduction, "float32", "aligned"),
-        *(Sample(problem, problem.dtype, "aligned") for problem in updates),
+        model.Sample(reduction, "float32", "aligned"),
+        *(model.Sample(problem, problem.dtype, "aligned") for problem in updates),
     )
 
 
-FAMILY = Family(
+FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="y[t] = act(bias + sum of weight[W-1-j] * x[t-j])",
     folder=FOLDER,

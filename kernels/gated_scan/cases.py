@@ -15,26 +15,9 @@ from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels import cases
-from scan_registry.kernels.cases import (
-    Options,
-    on_device,
-    random_cu_seqlens,
-    relative_error,
-    there,
-    with_gaps,
-)
+from scan_registry.kernels.cases import relative_error
+from scan_registry.kernels.gated_scan import problem as problems
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
-from scan_registry.kernels.gated_scan.problem import (
-    DIRECTIONS,
-    LAYOUTS,
-    MOST_INPUTS,
-    POINTERS,
-    STRIDED,
-    Direction,
-    GatedScanProblem,
-    Layout,
-    Strides,
-)
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -44,7 +27,7 @@ Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Setting(Options):
+class Setting(cases.Options):
     """The options of a problem.
 
     states   whether there are states before the scan, and gradients of those after it
@@ -80,14 +63,16 @@ THOROUGH: tuple[Shape, ...] = (
     *((8, 64, 1024), (4, 65, 1025), (2, 128, 2048), (2, 31, 4099), (1, 256, 8192), (1, 16, 32752)),
 )
 
-_KERNELS: dict[str, tuple[Layout, Direction]] = {
-    f"{layout}_{direction}": (layout, direction) for layout in LAYOUTS for direction in DIRECTIONS
+_KERNELS: dict[str, tuple[problems.Layout, problems.Direction]] = {
+    f"{layout}_{direction}": (layout, direction)
+    for layout in problems.LAYOUTS
+    for direction in problems.DIRECTIONS
 }
-_INPUTS = tuple(f"input{n}" for n in range(MOST_INPUTS))
+_INPUTS = tuple(f"input{n}" for n in range(problems.MOST_INPUTS))
 _INPUT_GRADS = tuple(f"{name}_grad" for name in _INPUTS)
 _SEQUENCES = (*_INPUTS, *_INPUT_GRADS, "states", "states_grad")
 #: What each direction writes.
-OUTPUTS: dict[Direction, tuple[str, ...]] = {
+OUTPUTS: dict[problems.Direction, tuple[str, ...]] = {
     "forward": ("states", "final_state"),
     "backward": (*_INPUT_GRADS, "parameters_grad", "initial_state_grad"),
 }
@@ -100,7 +85,7 @@ _ENTERING = {"final_state": "initial_state", "initial_state_grad": "final_state_
 class Case(cases.Case):
     """With the terms of its trial."""
 
-    problem: GatedScanProblem
+    problem: problems.GatedScanProblem
     terms: dict[str, Tensor]
 
     def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
@@ -138,7 +123,7 @@ class Trial:
         kind, (batch, channels, time) = KINDS[self.kind], self.shape
         outputs = OUTPUTS[direction][: 1 if alone else None]
         expected = {name: self.expected[name] for name in outputs if name in self.expected}
-        read = {*POINTERS[direction]} - {*OUTPUTS[direction]}
+        read = {*problems.POINTERS[direction]} - {*OUTPUTS[direction]}
         tensors: dict[str, Tensor | None] = {
             name: _placed(name, tensor, layout, aligned)
             for name, tensor in self.inputs.items()
@@ -148,7 +133,7 @@ class Trial:
             "inputs": _strides(tensors["input0"]),
             "state": _strides(self.expected["final_state"]),
         }
-        problem = GatedScanProblem(
+        problem = problems.GatedScanProblem(
             direction=direction,
             layout=layout,
             dtype=self.dtype,
@@ -174,7 +159,7 @@ class Trial:
         reset = tensors.get("reset")
         whole = replace(
             problem,
-            strides=tuple(strides[name] for name in STRIDED[direction]),
+            strides=tuple(strides[name] for name in problems.STRIDED[direction]),
             alignment=common_alignment(t.data_ptr() for t in placed.values()),
             reset_batch=0 if reset is None else reset.stride(0),
         )
@@ -186,7 +171,7 @@ class Trial:
         return 0 if offsets is None else len(offsets) - 1
 
     def _poisoned(
-        self, name: str, like: Tensor, problem: GatedScanProblem, aligned: bool
+        self, name: str, like: Tensor, problem: problems.GatedScanProblem, aligned: bool
     ) -> Tensor:
         """Room for an output, full of NaN. Parts of a sum are zeros, as a launch may make fewer; final states of empty
         sequences are the initial ones, and so with their gradients, which the kernels leave alone."""
@@ -203,23 +188,23 @@ class Trial:
         return out
 
 
-def _strides(tensor: Tensor | None) -> Strides:
+def _strides(tensor: Tensor | None) -> problems.Strides:
     if tensor is None:
-        return Strides(0, 0, 0, 0)
+        return problems.Strides(0, 0, 0, 0)
     batch, channel, *between = tensor.stride()
-    return Strides(0, batch, channel, *(between or [0]))
+    return problems.Strides(0, batch, channel, *(between or [0]))
 
 
-def _placed(name: str, tensor: Tensor, layout: Layout, aligned: bool) -> Tensor:
+def _placed(name: str, tensor: Tensor, layout: problems.Layout, aligned: bool) -> Tensor:
     """Of a sequence, a copy with the layout's dimension contiguous; unless ``aligned``, off the 16-byte grid and with gaps
     between its rows, other ones than those of sequences of other strides. The same of a reset, along time."""
     if name == "reset":
-        return with_gaps(tensor, 0 if aligned else 5)
+        return cases.with_gaps(tensor, 0 if aligned else 5)
     if name not in _SEQUENCES:
         return tensor
     gaps = {"states": 5, "states_grad": 9} | dict.fromkeys(_INPUT_GRADS, 7)
     turned = layout == "channel_last"
-    copy = with_gaps(
+    copy = cases.with_gaps(
         tensor.transpose(1, 2) if turned else tensor, 0 if aligned else gaps.get(name, 3)
     )
     return copy.transpose(1, 2) if turned else copy
@@ -238,7 +223,7 @@ def draw(
     sequences = {name: (size * torch.randn(shape)).to(narrow) for name in kind.inputs}
     if "gates" in sequences:  # given, and not to grow
         sequences["gates"] = (1 - torch.rand(shape) ** 3).to(narrow)
-    offsets = random_cu_seqlens(time) if setting.packed else None
+    offsets = cases.random_cu_seqlens(time) if setting.packed else None
     of_state = (batch, channels) if offsets is None else (batch, channels, len(offsets) - 1)
     initial, final_grad = torch.randn(2, *of_state).unbind() if setting.states else (None, None)
     # The parameter of RG-LRU makes gates from 0.3 on at the slowest; a lower bound is from 0 to 1.
@@ -264,9 +249,9 @@ def draw(
         kind_name,
         setting,
         dtype,
-        on_device(inputs, device),
-        on_device(expected, device),
-        on_device(terms, device),
+        cases.on_device(inputs, device),
+        cases.on_device(expected, device),
+        cases.on_device(terms, device),
     )
 
 
@@ -299,7 +284,7 @@ def solved(
     scan = Scan.of(inputs, reverse)
     gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
     states, final_state, before = scan.forward(gates, token.detach(), inputs["initial_state"])
-    states_grad = there(inputs["states_grad"])
+    states_grad = cases.there(inputs["states_grad"])
     final_grad = inputs["final_state_grad"]
     token_grad, initial_grad = scan.backward(gates, states_grad.double(), final_grad)
     gate_grad = token_grad * before
@@ -347,7 +332,7 @@ class Scan:
 
     @classmethod
     def of(cls, inputs: dict[str, Tensor | None], reverse: bool) -> Scan:
-        offsets, like = inputs["offsets"], there(inputs["input0"])
+        offsets, like = inputs["offsets"], cases.there(inputs["input0"])
         bounds = torch.tensor([0, like.shape[-1]]) if offsets is None else offsets
         numbers = (bounds.diff() > 0).nonzero().squeeze(1)
         first, last = bounds[:-1][numbers], bounds[1:][numbers] - 1

@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels import model
+from scan_registry.kernels.gated_scan import variants
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -20,30 +22,9 @@ from scan_registry.kernels.gated_scan.problem import (
     GatedScanProblem,
     ceil_div,
 )
-from scan_registry.kernels.gated_scan.variants import (
-    ALIGNED_IN_WHEELS,
-    DRIVER_SHARED,
-    FAMILY_NAME,
-    constants,
-    headers,
-    mismatch,
-    parameters,
-    ships,
-    space,
-)
+from scan_registry.kernels.gated_scan.variants import FAMILY_NAME
 from scan_registry.kernels.linear_scan import registers, streams
 from scan_registry.kernels.linear_scan.space import Tile
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Kernel,
-    Launch,
-    Pins,
-    Rules,
-    Static,
-    Tunable,
-    Variant,
-)
 
 #: From how many columns of 32 channels on wide columns are faster than narrow ones, by direction and bytes of an element.
 MANY_COLUMNS: dict[tuple[Direction, int], int] = {
@@ -65,7 +46,7 @@ def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iter
     """Wheels have generic access, and two aligned tiles: one for many columns and one for few."""
     if access == "generic":
         yield registers.WIDE
-    elif dtype in ALIGNED_IN_WHEELS:
+    elif dtype in variants.ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
 
 
@@ -74,7 +55,7 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
     that wheels have for other dtypes."""
     if access == "generic":
         return
-    if dtype not in ALIGNED_IN_WHEELS:
+    if dtype not in variants.ALIGNED_IN_WHEELS:
         yield from _whole(direction, dtype, kind)
     steps = 4 if direction == "backward" else 8
     yield {"warps": 4, "lanes_across": 32, "vector": 2, "steps": steps, "stages": 3, "blocks": 2}
@@ -84,7 +65,7 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
 
 def _whole(direction: Direction, dtype: str, kind: str) -> Iterator[Tile]:
     """Tiles of columns that one CTA scans: wide columns, and narrow ones for when wide ones are too few for the GPU."""
-    size, tensors = ITEM_SIZE[dtype], _tensors(direction, kind)
+    size, tensors = model.ITEM_SIZE[dtype], _tensors(direction, kind)
     wide = {"warps": 8, "lanes_across": 32, "vector": 1, "steps": 8, "stages": 3}
     if direction == "backward":
         yield {**wide, "blocks": 1}
@@ -117,10 +98,12 @@ def _shared_column(tensors: int) -> Tile:
 def _warp_bytes(dtype: str, tile: Tile) -> int:
     """Bytes of one tensor's rows that a warp copies, with the padding between its groups (``column_serial.cuh``)."""
     groups = 32 // int(tile["lanes_across"])
-    return 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype] + 64 * (groups - 1)
+    return 32 * int(tile["vector"]) * int(tile["steps"]) * model.ITEM_SIZE[dtype] + 64 * (
+        groups - 1
+    )
 
 
-def _shared(direction: Direction, variant: Variant) -> int:
+def _shared(direction: Direction, variant: model.Variant) -> int:
     """Bytes of a CTA's ring."""
     tile = dict(variant.statics)
     if "stages" not in tile:
@@ -129,33 +112,33 @@ def _shared(direction: Direction, variant: Variant) -> int:
     return int(tile["stages"]) * stage * _tensors(direction, variant.text("kind"))
 
 
-def _static_shared(variant: Variant) -> int:
+def _static_shared(variant: model.Variant) -> int:
     """At most how many bytes a CTA has beside its ring. If it has a column for itself: two maps and a sum for each channel of
     a thread. If several CTAs share a column: the maps of ``aggregate_lead`` + 1 tiles and of the whole tile, the states that
     enter two tiles, and a sum."""
     tile, vector = dict(variant.statics), variant.number("vector")
     channels = 32 * variant.number("warps") * vector
-    map_bytes = 8 if ITEM_SIZE[variant.text("dtype")] < 4 else 12
+    map_bytes = 8 if model.ITEM_SIZE[variant.text("dtype")] < 4 else 12
     if "aggregate_lead" not in tile:
         return channels * (2 * map_bytes + 4)
     groups = channels + variant.number("lanes_across") * vector
     return groups * ((int(tile["aggregate_lead"]) + 1) * map_bytes + 2 * 4) + 4 * channels
 
 
-def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+def _serves(direction: Direction, statics: model.Pins, target: Target) -> bool:
     """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    variant = Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
-    used = _shared(direction, variant) + _static_shared(variant) + DRIVER_SHARED
+    variant = model.Variant(FAMILY_NAME, f"channel_last_{direction}", "cuda", statics)
+    used = _shared(direction, variant) + _static_shared(variant) + variants.DRIVER_SHARED
     return used <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------
 
 
-def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
-    if reason := mismatch(variant, problem):
+def _accepts(variant: model.Variant, problem: GatedScanProblem) -> str | None:
+    if reason := variants.mismatch(variant, problem):
         return reason
     if problem.time > _MOST_STEPS:
         return f"{problem.time} steps; it counts {_MOST_STEPS}"
@@ -170,14 +153,14 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
     return streams.refuses(variant, problem)
 
 
-def _cost(variant: Variant, problem: GatedScanProblem) -> float:
+def _cost(variant: model.Variant, problem: GatedScanProblem) -> float:
     """The order of preference, the lowest first: wide columns if there are many. If there are few: shared columns, where the
     GPU has room for all their CTAs at once, then narrow columns."""
     if variant.text("access") == "generic":
         return 3.0
     tile = dict(variant.statics)
     direction: Direction = "forward" if problem.direction == "forward" else "backward"
-    many = MANY_COLUMNS[direction, ITEM_SIZE[problem.dtype]]
+    many = MANY_COLUMNS[direction, model.ITEM_SIZE[problem.dtype]]
     order = ("wide", "narrow", "shared")
     if problem.batch * ceil_div(problem.channels, 32) < many:
         order = ("shared", "narrow", "wide")
@@ -185,7 +168,7 @@ def _cost(variant: Variant, problem: GatedScanProblem) -> float:
     return float(order.index("shared" if "ctas_per_column" in tile else narrow))
 
 
-def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
+def _launch(variant: model.Variant, problem: GatedScanProblem, sm_count: int) -> model.Launch:
     """Each CTA of a column writes one part of the channel parameters' gradients; ``parts`` says how many there are."""
     if not streams.is_streamed(variant):
         launch = registers.channel_last_launch(variant, problem)
@@ -199,42 +182,42 @@ def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launc
 # --- Kernels ----------------------------------------------------------------------------------
 
 
-def _constants(variant: Variant) -> dict[str, Static]:
+def _constants(variant: model.Variant) -> dict[str, model.Static]:
     return {
         "CTAS_PER_COLUMN": 1,
         "SINGLE_WAVE": 0,
         "COLUMN_SERIAL": int(streams.is_column_serial(variant)),
-        **constants(variant),
+        **variants.constants(variant),
     }
 
 
-def _kernel(direction: Direction) -> Kernel:
+def _kernel(direction: Direction) -> model.Kernel:
     name = f"channel_last_{direction}"
-    return Kernel(
+    return model.Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        parameters=parameters(direction),
-        defaults=space(partial(_in_wheels, direction)),
-        code=Code(
+        parameters=variants.parameters(direction),
+        defaults=variants.space(partial(_in_wheels, direction)),
+        code=model.Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
             shared=partial(_shared, direction),
-            headers=headers(),
+            headers=variants.headers(),
         ),
-        rules=Rules(
+        rules=model.Rules(
             accepts=_accepts,
-            kind_mismatch=mismatch,
+            kind_mismatch=variants.mismatch,
             exceeds_residency=streams.exceeds_residency,
             serves=partial(_serves, direction),
-            ships=ships,
+            ships=variants.ships,
         ),
         cost=_cost,
         launch=_launch,
-        tunable=Tunable(space=space(partial(_others, direction))),
+        tunable=model.Tunable(space=variants.space(partial(_others, direction))),
     )
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[model.Kernel, ...]:
     return tuple(_kernel(direction) for direction in DIRECTIONS)

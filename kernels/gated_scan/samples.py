@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from scan_registry.kernels.gated_scan.problem import (
-    DIRECTIONS,
-    DTYPES,
-    HEADERS,
-    LAYOUTS,
-    STRIDED,
-    Direction,
-    GatedScanProblem,
-    Layout,
-)
+from scan_registry.kernels.gated_scan import problem
 from scan_registry.kernels.linear_scan.problem import sample_facts
 from scan_registry.kernels.model import Sample
 
@@ -28,14 +19,16 @@ def samples() -> tuple[Sample, ...]:
 
 
 def _samples() -> Iterator[Sample]:
-    for kind, layout, direction in product(HEADERS, LAYOUTS, DIRECTIONS):
-        for dtype, access in product(DTYPES, ("aligned", "generic")):
+    for kind, layout, direction in product(problem.HEADERS, problem.LAYOUTS, problem.DIRECTIONS):
+        for dtype, access in product(problem.DTYPES, ("aligned", "generic")):
             if (dtype, access) == ("float16", "aligned"):
                 continue  # without tuning, generic variants take these as well
             if kind == _KIND or (dtype, access) == (_DTYPE, _ACCESS):
                 yield _sample(kind, layout, direction, dtype, access)
 
 
-def _sample(kind: str, layout: Layout, direction: Direction, dtype: str, access: str) -> Sample:
-    facts = sample_facts(layout, dtype, access, len(STRIDED[direction]) - 1)
-    return Sample(GatedScanProblem(direction=direction, kind=kind, **facts), dtype, access)
+def _sample(
+    kind: str, layout: problem.Layout, direction: problem.Direction, dtype: str, access: str
+) -> Sample:
+    facts = sample_facts(layout, dtype, access, len(problem.STRIDED[direction]) - 1)
+    return Sample(problem.GatedScanProblem(direction=direction, kind=kind, **facts), dtype, access)

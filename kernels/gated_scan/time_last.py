@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 
 from scan_registry.hardware.target import Target
+from scan_registry.kernels import model
+from scan_registry.kernels.gated_scan import variants
 from scan_registry.kernels.gated_scan.problem import (
     DIRECTIONS,
     HEADERS,
@@ -22,29 +24,9 @@ from scan_registry.kernels.gated_scan.problem import (
     GatedScanProblem,
     ceil_div,
 )
-from scan_registry.kernels.gated_scan.variants import (
-    ALIGNED_IN_WHEELS,
-    DRIVER_SHARED,
-    FAMILY_NAME,
-    constants,
-    headers,
-    mismatch,
-    parameters,
-    ships,
-    space,
-)
+from scan_registry.kernels.gated_scan.variants import FAMILY_NAME
 from scan_registry.kernels.linear_scan import registers, rings, streams
 from scan_registry.kernels.linear_scan.space import Tile
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Kernel,
-    Launch,
-    Pins,
-    Rules,
-    Tunable,
-    Variant,
-)
 
 #: So many rows keep a GPU busy with a warp for each. Fewer rows, if they are long, are cut into segments.
 MANY_ROWS = 1024
@@ -86,13 +68,13 @@ def _cut(direction: Direction) -> Tile:
 
 
 def _usual(direction: Direction, dtype: str) -> Tile:
-    return _whole({**_WHOLE[direction, ITEM_SIZE[dtype]], "blocks": 4})
+    return _whole({**_WHOLE[direction, model.ITEM_SIZE[dtype]], "blocks": 4})
 
 
 def _in_wheels(direction: Direction, dtype: str, kind: str, access: str) -> Iterator[Tile]:
     if access == "generic":
         yield _GENERIC
-    elif dtype in ALIGNED_IN_WHEELS:
+    elif dtype in variants.ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
 
 
@@ -101,30 +83,30 @@ def _others(direction: Direction, dtype: str, kind: str, access: str) -> Iterato
     dtypes."""
     if access == "generic":
         return
-    if dtype not in ALIGNED_IN_WHEELS:
+    if dtype not in variants.ALIGNED_IN_WHEELS:
         yield _usual(direction, dtype)
     yield _cut(direction)
-    if ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
+    if model.ITEM_SIZE[dtype] == 2 and len(HEADERS[kind].inputs) == 2:
         yield _whole(_LONGER[direction])
 
 
 # --- Shared memory ----------------------------------------------------------------------------
 
 
-def copied(direction: Direction, variant: Variant) -> int:
+def copied(direction: Direction, variant: model.Variant) -> int:
     """Bytes of sequences in one stage of a warp's ring."""
     statics = dict(variant.statics)
     inputs = len(HEADERS[variant.text("kind")].inputs) + 2 * (direction == "backward")
     return 16 * 32 * int(statics["pieces"]) * inputs
 
 
-def _shared(direction: Direction, variant: Variant) -> int:
+def _shared(direction: Direction, variant: model.Variant) -> int:
     """Bytes of a CTA's ring. A stage has the pieces of the sequences, backward one more piece of the states, and the bytes of
     ``reset``. Forward, rows that are cut keep gates and tokens in float32 in the place of the inputs."""
     statics = dict(variant.statics)
     if "stages" not in statics:
         return 0
-    size, pieces = ITEM_SIZE[variant.text("dtype")], variant.number("pieces")
+    size, pieces = model.ITEM_SIZE[variant.text("dtype")], variant.number("pieces")
     copies = copied(direction, variant) // 16
     if direction == "forward" and "prefix_lead" in statics:
         copies = max(copies, 32 * pieces * 2 * (4 // size))
@@ -132,20 +114,20 @@ def _shared(direction: Direction, variant: Variant) -> int:
     return 16 * variant.number("rows") * variant.number("stages") * ceil_div(stage, 8) * 8
 
 
-def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+def _serves(direction: Direction, statics: model.Pins, target: Target) -> bool:
     """Whether the GPUs of an architecture have enough shared memory for the variant."""
     if "stages" not in dict(statics):
         return True
-    variant = Variant(FAMILY_NAME, f"time_last_{direction}", "cuda", statics)
+    variant = model.Variant(FAMILY_NAME, f"time_last_{direction}", "cuda", statics)
     extra = _LOOKBACK if "prefix_lead" in dict(statics) else 0
-    return _shared(direction, variant) + extra + DRIVER_SHARED <= target.shared_memory
+    return _shared(direction, variant) + extra + variants.DRIVER_SHARED <= target.shared_memory
 
 
 # --- Problems ---------------------------------------------------------------------------------
 
 
-def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
-    if reason := mismatch(variant, problem):
+def _accepts(variant: model.Variant, problem: GatedScanProblem) -> str | None:
+    if reason := variants.mismatch(variant, problem):
         return reason
     if variant.text("access") == "generic":
         return None
@@ -155,7 +137,7 @@ def _accepts(variant: Variant, problem: GatedScanProblem) -> str | None:
     return streams.refuses(variant, problem)
 
 
-def _cost(variant: Variant, problem: GatedScanProblem) -> float:
+def _cost(variant: model.Variant, problem: GatedScanProblem) -> float:
     """The lowest is preferred: cut rows if rows are few and long, else whole rows."""
     if variant.text("access") == "generic":
         return 2.0
@@ -164,7 +146,7 @@ def _cost(variant: Variant, problem: GatedScanProblem) -> float:
     return float(("prefix_lead" in dict(variant.statics)) != (few and long))
 
 
-def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launch:
+def _launch(variant: model.Variant, problem: GatedScanProblem, sm_count: int) -> model.Launch:
     """Each row writes one part of the channel parameters' gradients, or each tile where rows are cut; ``parts`` says how many
     there are."""
     if not streams.is_streamed(variant):
@@ -179,33 +161,33 @@ def _launch(variant: Variant, problem: GatedScanProblem, sm_count: int) -> Launc
 # --- Kernels ----------------------------------------------------------------------------------
 
 
-def _kernel(direction: Direction) -> Kernel:
+def _kernel(direction: Direction) -> model.Kernel:
     name = f"time_last_{direction}"
-    return Kernel(
+    return model.Kernel(
         family=FAMILY_NAME,
         name=name,
         language="cuda",
-        parameters=parameters(direction),
-        defaults=space(partial(_in_wheels, direction)),
-        code=Code(
+        parameters=variants.parameters(direction),
+        defaults=variants.space(partial(_in_wheels, direction)),
+        code=model.Code(
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
-            constants=constants,
+            constants=variants.constants,
             warps=lambda variant: rings.warps(dict(variant.statics)),
             shared=partial(_shared, direction),
-            headers=headers(),
+            headers=variants.headers(),
         ),
-        rules=Rules(
+        rules=model.Rules(
             accepts=_accepts,
-            kind_mismatch=mismatch,
+            kind_mismatch=variants.mismatch,
             serves=partial(_serves, direction),
-            ships=ships,
+            ships=variants.ships,
         ),
         cost=_cost,
         launch=_launch,
-        tunable=Tunable(space=space(partial(_others, direction))),
+        tunable=model.Tunable(space=variants.space(partial(_others, direction))),
     )
 
 
-def kernels() -> tuple[Kernel, ...]:
+def kernels() -> tuple[model.Kernel, ...]:
     return tuple(_kernel(direction) for direction in DIRECTIONS)

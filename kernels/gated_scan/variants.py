@@ -9,14 +9,7 @@ from functools import cache
 from itertools import product
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.gated_scan.problem import (
-    DTYPES,
-    HEADERS,
-    POINTERS,
-    Direction,
-    GatedScanProblem,
-    integers,
-)
+from scan_registry.kernels.gated_scan import problem as problems
 from scan_registry.kernels.linear_scan.space import Tile
 from scan_registry.kernels.model import Parameter, Pins, Space, Static, Variant
 
@@ -31,17 +24,17 @@ WITH_HBM = ((8, 0), (9, 0), (10, 0))
 
 
 @cache
-def parameters(direction: Direction) -> tuple[Parameter, ...]:
+def parameters(direction: problems.Direction) -> tuple[Parameter, ...]:
     """The signature shared by all kernels of one direction."""
-    pointers = (Parameter(name, "pointer") for name in POINTERS[direction])
-    return (*pointers, *(Parameter(name, "i64") for name in integers(direction)))
+    pointers = (Parameter(name, "pointer") for name in problems.POINTERS[direction])
+    return (*pointers, *(Parameter(name, "i64") for name in problems.integers(direction)))
 
 
 def space(tiles: Callable[[str, str, str], Iterable[Tile]]) -> Space:
     """The variants: for every dtype, kind and access one with each tile that ``tiles`` lists for them."""
     kinds = tuple(
         (("dtype", dtype), ("kind", kind), ("access", access))
-        for dtype, kind, access in product(DTYPES, HEADERS, ACCESSES)
+        for dtype, kind, access in product(problems.DTYPES, problems.HEADERS, ACCESSES)
     )
 
     def of(kind: Pins) -> Iterator[Pins]:
@@ -61,7 +54,7 @@ def ships(statics: Pins, target: Target) -> bool:
 
 def headers() -> tuple[str, ...]:
     """The header files of all kinds."""
-    return tuple(f"kinds/{kind}.cuh" for kind in HEADERS)
+    return tuple(f"kinds/{kind}.cuh" for kind in problems.HEADERS)
 
 
 def constants(variant: Variant) -> dict[str, Static]:
@@ -81,7 +74,7 @@ def constants(variant: Variant) -> dict[str, Static]:
     }
 
 
-def mismatch(variant: Variant, problem: GatedScanProblem) -> str | None:
+def mismatch(variant: Variant, problem: problems.GatedScanProblem) -> str | None:
     """Why a variant does not fit a problem's dtype, kind or memory layout; None if it does."""
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"

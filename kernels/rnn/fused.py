@@ -8,18 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Kernel,
-    Launch,
-    Pins,
-    Rules,
-    Space,
-    Static,
-    Tunable,
-    Variant,
-)
+from scan_registry.kernels import model
 from scan_registry.kernels.rnn import tilings
 from scan_registry.kernels.rnn.constraints import first_broken
 from scan_registry.kernels.rnn.launches import (
@@ -32,21 +21,21 @@ from scan_registry.kernels.rnn.launches import (
 from scan_registry.kernels.rnn.problem import SIZES, Direction, RnnProblem
 
 
-def _values(variant: Variant, direction: Direction) -> dict[str, int]:
+def _values(variant: model.Variant, direction: Direction) -> dict[str, int]:
     """A variant's tiling and kind, by the constraints' names."""
     tiling = {name: value for name, value in variant.statics if isinstance(value, int)}
     gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
-    item = ITEM_SIZE[variant.text("dtype")]
+    item = model.ITEM_SIZE[variant.text("dtype")]
     return {**tiling, "gates": gates, "item": item, "backward": int(direction == "backward")}
 
 
-def _tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
+def _tilings(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
     """Up to some hundred units, a block has 64 of them and few warps share a row of R, so that few blocks
     have to wait for each other; else 16 of them, with as much of R as there is room for. A block may also
     have a head of up to 64 units for itself and, forwards, a cluster one of up to 256. In float32 a block
     may also compute one sequence of a head of up to 128 units, without tensor cores."""
     function, dtype = (str(value) for _, value in kind[:2][::-1])
-    gates, narrow = SIZES[function].recurrent, ITEM_SIZE[dtype] == 2  # type: ignore[index]
+    gates, narrow = SIZES[function].recurrent, model.ITEM_SIZE[dtype] == 2  # type: ignore[index]
     # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
     crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
     chunks = (12 if crowded else 16) // gates
@@ -73,25 +62,25 @@ def _tilings(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
     return tuple(choices)
 
 
-def _tiling(**pins: int) -> Pins:
+def _tiling(**pins: int) -> model.Pins:
     return tuple(
         (name, {"batches": 1, "layers": 0, "cluster": 0, **pins}[name]) for name in tilings.DOMAINS
     )
 
 
-def _space(kind: Pins, direction: Direction) -> tuple[Pins, ...]:
+def _space(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
     """What tuning may choose from, on GPUs that have the most shared memory."""
-    variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
+    variant = model.Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
     values = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
     return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(values))
 
 
-def constants(variant: Variant) -> dict[str, Static]:
+def constants(variant: model.Variant) -> dict[str, model.Static]:
     tiling = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {"ELEMENT": variant.text("dtype"), "FUNCTION": variant.text("function"), **tiling}
 
 
-def _accepts(direction: Direction, variant: Variant, problem: RnnProblem) -> str | None:
+def _accepts(direction: Direction, variant: model.Variant, problem: RnnProblem) -> str | None:
     if reason := rejects_kind(variant, problem):
         return reason
     values = {**_values(variant, direction), "dim": problem.dim}
@@ -99,13 +88,15 @@ def _accepts(direction: Direction, variant: Variant, problem: RnnProblem) -> str
 
 
 def _exceeds_residency(
-    direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int
+    direction: Direction, variant: model.Variant, problem: RnnProblem, sm_count: int
 ) -> str | None:
     values = {**_values(variant, direction), "dim": problem.dim, "sm_count": sm_count}
     return first_broken(tilings.RESIDENT, values)
 
 
-def _launch(direction: Direction, variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
+def _launch(
+    direction: Direction, variant: model.Variant, problem: RnnProblem, sm_count: int
+) -> model.Launch:
     values = {**_values(variant, direction), "dim": problem.dim}
     members, tile = tilings.members.value(values), tilings.tile.value(values)
     groups = problem.heads * -(-problem.batch // tile)
@@ -130,7 +121,7 @@ _CLUSTER, _ALONE, _MANY, _WAIT = {1: 0.3, 8: 0.5}, 0.5, {2: 1.3, 4: 2.3}, 0.35
 _SINGLE, _SINGLE_GATE = 0.16, 0.2
 
 
-def _cost(direction: Direction, variant: Variant, problem: RnnProblem) -> float:
+def _cost(direction: Direction, variant: model.Variant, problem: RnnProblem) -> float:
     """About how long a step of all batches and heads takes, in steps of one group. Of equals, the fewer
     blocks have to wait for each other, the better."""
     values = {**_values(variant, direction), "dim": problem.dim}
@@ -159,7 +150,7 @@ _CRASHES = {
 }
 
 
-def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
+def _serves(direction: Direction, statics: model.Pins, target: Target) -> bool:
     """Clusters are known to be worth their bytes on 9.0, where forwards they take the place of wide
     blocks. Clusters of several blocks need 9.0. Blocks of one sequence are served where their shared
     memory fits; those of sLSTM and Elman on 9.0 alone, to keep wheels small."""
@@ -173,7 +164,7 @@ def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
             and (direction, pins["function"], pins["rows"]) in _CRASHES
         ):
             return False
-        variant = Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", statics)
+        variant = model.Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", statics)
         return tilings.shared_bytes.value(_values(variant, direction)) <= target.shared_memory
     if pins.get("cluster"):
         return target.capability == (9, 0)
@@ -181,27 +172,27 @@ def _serves(direction: Direction, statics: Pins, target: Target) -> bool:
     return not (wide and direction == "forward" and target.capability == (9, 0))
 
 
-def kernel(direction: Direction) -> Kernel:
+def kernel(direction: Direction) -> model.Kernel:
     """``sequence_forward`` or ``sequence_backward``."""
-    return Kernel(
+    return model.Kernel(
         family=FAMILY_NAME,
         name=f"sequence_{direction}",
         language="cuda",
         parameters=parameters("sequence", direction),
-        defaults=Space(KINDS, lambda kind: _tilings(kind, direction)),
-        code=Code(
+        defaults=model.Space(KINDS, lambda kind: _tilings(kind, direction)),
+        code=model.Code(
             source=f"sequence_{direction}.cu",
             entry=f"rnn_sequence_{direction}",
             constants=constants,
             warps=lambda variant: tilings.threads.value(_values(variant, direction)) // 32,
             shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
         ),
-        rules=Rules(
+        rules=model.Rules(
             accepts=partial(_accepts, direction),
             exceeds_residency=partial(_exceeds_residency, direction),
             serves=partial(_serves, direction),
         ),
         cost=partial(_cost, direction),
         launch=partial(_launch, direction),
-        tunable=Tunable(Space(KINDS, lambda kind: _space(kind, direction))),
+        tunable=model.Tunable(model.Space(KINDS, lambda kind: _space(kind, direction))),
     )

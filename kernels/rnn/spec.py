@@ -10,37 +10,10 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Pins,
-    Rules,
-    Sample,
-    Space,
-    Static,
-    Variant,
-)
-from scan_registry.kernels.rnn import fused
-from scan_registry.kernels.rnn.launches import (
-    FAMILY_NAME,
-    KINDS,
-    launch_of,
-    parameters,
-    pointers,
-    rejects_kind,
-)
-from scan_registry.kernels.rnn.problem import (
-    DTYPES,
-    SIZES,
-    STRIDED,
-    Direction,
-    RnnProblem,
-    Scope,
-    stride_names,
-)
+from scan_registry.kernels import model
+from scan_registry.kernels.rnn import fused, launches
+from scan_registry.kernels.rnn import problem as problems
+from scan_registry.kernels.rnn.problem import SIZES
 
 FOLDER = Path(__file__).parent
 _STEP_WARPS = 4
@@ -48,13 +21,13 @@ _STEP_WARPS = 4
 # --- All steps, in Triton ---------------------------------------------------------------------
 
 
-def _triton_tiles(kind: Pins) -> tuple[Pins, ...]:
+def _triton_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """Units of a head, at most, and batches of a program: as many as R leaves registers for."""
-    units = 64 if ITEM_SIZE[str(dict(kind)["dtype"])] == 2 else 32
+    units = 64 if model.ITEM_SIZE[str(dict(kind)["dtype"])] == 2 else 32
     return ((("units", units), ("batches", 16), ("warps", 4)),)
 
 
-def _triton_constants(variant: Variant) -> dict[str, Static]:
+def _triton_constants(variant: model.Variant) -> dict[str, model.Static]:
     sizes = SIZES[variant.text("function")]  # type: ignore[index]
     return {
         "FUNCTION": variant.text("function"),
@@ -68,8 +41,8 @@ def _triton_constants(variant: Variant) -> dict[str, Static]:
     }
 
 
-def _triton_accepts(variant: Variant, problem: RnnProblem) -> str | None:
-    if reason := rejects_kind(variant, problem):
+def _triton_accepts(variant: model.Variant, problem: problems.RnnProblem) -> str | None:
+    if reason := launches.rejects_kind(variant, problem):
         return reason
     if problem.resets:
         return "states start anew, and only the kernels in CUDA know where"
@@ -79,41 +52,45 @@ def _triton_accepts(variant: Variant, problem: RnnProblem) -> str | None:
     return f"hidden units of a head: {problem.dim} > {most}" if problem.dim > most else None
 
 
-def _triton_kernel(direction: Direction) -> Kernel:
-    def launch(variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
+def _triton_kernel(direction: problems.Direction) -> model.Kernel:
+    def launch(variant: model.Variant, problem: problems.RnnProblem, sm_count: int) -> model.Launch:
         tiles = -(-problem.batch // variant.number("batches"))
-        return launch_of("sequence", direction, problem, max(1, problem.heads * tiles))
+        return launches.launch_of("sequence", direction, problem, max(1, problem.heads * tiles))
 
-    def elements(variant: Variant) -> dict[str, str]:
+    def elements(variant: model.Variant) -> dict[str, str]:
         of = {"bias": "float32", "workspace": "int64"}
         return {n: of.get(n, variant.text("dtype")) for n in names}
 
-    names = pointers("sequence", direction, "triton")
+    names = launches.pointers("sequence", direction, "triton")
 
-    return Kernel(
-        family=FAMILY_NAME,
+    return model.Kernel(
+        family=launches.FAMILY_NAME,
         name=f"sequence_{direction}",
         language="triton",
-        parameters=parameters("sequence", direction, "triton"),
-        defaults=Space(KINDS, _triton_tiles),
-        code=Code(
+        parameters=launches.parameters("sequence", direction, "triton"),
+        defaults=model.Space(launches.KINDS, _triton_tiles),
+        code=model.Code(
             source="triton_kernels.py",
             entry=f"sequence_{direction}",
             constants=_triton_constants,
             divisible=lambda variant: frozenset(
-                {*names, "dim", *stride_names("sequence", direction)} - {"bias", "workspace"}
+                {*names, "dim", *problems.stride_names("sequence", direction)}
+                - {"bias", "workspace"}
             ),
             elements=elements,
             # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
             may_spill=frozenset(
-                Variant(
-                    FAMILY_NAME, "sequence_backward", "triton", (*kind, *_triton_tiles(kind)[0])
+                model.Variant(
+                    launches.FAMILY_NAME,
+                    "sequence_backward",
+                    "triton",
+                    (*kind, *_triton_tiles(kind)[0]),
                 )
-                for kind in KINDS
+                for kind in launches.KINDS
                 if kind[0][1] != "float32" and kind[1][1] == "lstm" and direction == "backward"
             ),
         ),
-        rules=Rules(_triton_accepts),
+        rules=model.Rules(_triton_accepts),
         launch=launch,
     )
 
@@ -121,31 +98,31 @@ def _triton_kernel(direction: Direction) -> Kernel:
 # --- One step ---------------------------------------------------------------------------------
 
 
-def _step_accepts(variant: Variant, problem: RnnProblem) -> str | None:
-    if reason := rejects_kind(variant, problem):
+def _step_accepts(variant: model.Variant, problem: problems.RnnProblem) -> str | None:
+    if reason := launches.rejects_kind(variant, problem):
         return reason
     return "an odd number of hidden units" if problem.dim % 2 else None
 
 
-def _step_kernel(direction: Direction) -> Kernel:
-    def launch(variant: Variant, problem: RnnProblem, sm_count: int) -> Launch:
+def _step_kernel(direction: problems.Direction) -> model.Kernel:
+    def launch(variant: model.Variant, problem: problems.RnnProblem, sm_count: int) -> model.Launch:
         pairs = problem.batch * problem.heads * problem.dim // 2
-        return launch_of(
+        return launches.launch_of(
             "step", direction, problem, max(1, -(-pairs // (32 * variant.number("warps"))))
         )
 
-    return Kernel(
-        family=FAMILY_NAME,
+    return model.Kernel(
+        family=launches.FAMILY_NAME,
         name=f"step_{direction}",
         language="cuda",
-        parameters=parameters("step", direction),
-        defaults=Space(KINDS, lambda kind: ((("warps", _STEP_WARPS),),)),
-        code=Code(
+        parameters=launches.parameters("step", direction),
+        defaults=model.Space(launches.KINDS, lambda kind: ((("warps", _STEP_WARPS),),)),
+        code=model.Code(
             source=f"step_{direction}.cu",
             entry=f"rnn_step_{direction}",
             constants=fused.constants,
         ),
-        rules=Rules(_step_accepts),
+        rules=model.Rules(_step_accepts),
         launch=launch,
     )
 
@@ -153,9 +130,11 @@ def _step_kernel(direction: Direction) -> Kernel:
 # --- The family -------------------------------------------------------------------------------
 
 
-def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sample:
+def _sample(
+    scope: problems.Scope, direction: problems.Direction, function: str, dtype: str
+) -> model.Sample:
     batch, time, heads, dim = 16, 1024, 12, 32  # which runs on the smallest GPU, in both languages
-    strides = dict.fromkeys(STRIDED[scope, direction], 0)
+    strides = dict.fromkeys(problems.STRIDED[scope, direction], 0)
     sizes = SIZES[function]  # type: ignore[index]
     row = heads * dim
     per_time = {
@@ -167,8 +146,8 @@ def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sa
     for tensor in strides:
         step = per_time.get(tensor, row)
         of = {"state": batch * time * row, "batch": time * step, "time": step}
-        numbers += [of[dimension] for dimension in STRIDED[scope, direction][tensor]]
-    problem = RnnProblem(
+        numbers += [of[dimension] for dimension in problems.STRIDED[scope, direction][tensor]]
+    problem = problems.RnnProblem(
         scope=scope,
         direction=direction,
         function=function,  # type: ignore[arg-type]
@@ -181,14 +160,14 @@ def _sample(scope: Scope, direction: Direction, function: str, dtype: str) -> Sa
         graded=1,
         training=True,
     )
-    return Sample(problem, dtype, "aligned")
+    return model.Sample(problem, dtype, "aligned")
 
 
-_SCOPES: tuple[Scope, ...] = ("sequence", "step")
-_DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+_SCOPES: tuple[problems.Scope, ...] = ("sequence", "step")
+_DIRECTIONS: tuple[problems.Direction, ...] = ("forward", "backward")
 
-FAMILY = Family(
-    name=FAMILY_NAME,
+FAMILY = model.Family(
+    name=launches.FAMILY_NAME,
     summary="LSTM, GRU, Elman and sLSTM networks with a recurrent matrix per head",
     folder=FOLDER,
     on_cpu=True,
@@ -200,6 +179,8 @@ FAMILY = Family(
     ),
     samples=tuple(
         _sample(scope, direction, function, dtype)
-        for scope, direction, function, dtype in product(_SCOPES, _DIRECTIONS, SIZES, DTYPES)
+        for scope, direction, function, dtype in product(
+            _SCOPES, _DIRECTIONS, SIZES, problems.DTYPES
+        )
     ),
 )

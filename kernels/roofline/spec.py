@@ -9,17 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import (
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Parameter,
-    Pins,
-    Rules,
-    Space,
-    Variant,
-)
+from scan_registry.kernels import model
 
 FAMILY_NAME = "roofline"
 KERNEL_NAME = "stream"
@@ -61,52 +51,52 @@ class RooflineProblem:
         return _OUTPUTS[: self.writes]
 
 
-def _accepts(variant: Variant, problem: RooflineProblem) -> str | None:
+def _accepts(variant: model.Variant, problem: RooflineProblem) -> str | None:
     moved = variant.number("reads"), variant.number("writes")
     if moved != (problem.reads, problem.writes):
         return f"it reads {moved[0]} tensors and writes {moved[1]}"
     return None
 
 
-def _launch(variant: Variant, problem: RooflineProblem, sm_count: int) -> Launch:
+def _launch(variant: model.Variant, problem: RooflineProblem, sm_count: int) -> model.Launch:
     block = 32 * variant.number("warps") * variant.number("unroll") * _VECTOR
-    return Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
+    return model.Launch((max(1, -(-problem.count // block)), 1, 1), {"count": problem.count})
 
 
-def _serves(statics: Pins, target: Target) -> bool:
+def _serves(statics: model.Pins, target: Target) -> bool:
     """GPUs on which nobody has compared the ways have the first alone."""
     pins = dict(statics)
     return target.capability == (9, 0) or (pins.get("unroll", 1), pins.get("hinted", 0)) == _WAYS[0]
 
 
-_KERNEL = Kernel(
+_KERNEL = model.Kernel(
     family=FAMILY_NAME,
     name=KERNEL_NAME,
     language="cuda",
     parameters=(
-        *(Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
-        Parameter("count", "i64"),
+        *(model.Parameter(name, "pointer") for name in (*_INPUTS, *_OUTPUTS)),
+        model.Parameter("count", "i64"),
     ),
-    defaults=Space(
+    defaults=model.Space(
         tuple((("dtype", "float32"), ("reads", r), ("writes", w)) for r, w in PATTERNS),
         lambda kind: tuple(
             (("warps", 8), ("unroll", unroll), ("hinted", hinted)) for unroll, hinted in _WAYS
         ),
     ),
-    code=Code(
+    code=model.Code(
         source="stream.cu",
         entry="stream",
         constants=lambda variant: {
             name.upper(): value for name, value in variant.statics if name != "dtype"
         },
     ),
-    rules=Rules(_accepts, serves=_serves),
+    rules=model.Rules(_accepts, serves=_serves),
     # Which is the fastest depends on the GPU and the size: whoever wants the roofline tries them all.
     cost=lambda variant, problem: variant.number("unroll"),
     launch=_launch,
 )
 
-FAMILY = Family(
+FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="sum = a + b + c, copy = a: the time that it takes to move the bytes",
     folder=Path(__file__).parent,

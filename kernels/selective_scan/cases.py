@@ -10,14 +10,7 @@ from torch import Tensor
 
 from scan_registry.kernels import cases
 from scan_registry.kernels.cases import Options, on_device, relative_error
-from scan_registry.kernels.selective_scan.problem import (
-    DIRECTIONS,
-    INTERVAL,
-    STRIDED,
-    Direction,
-    Layout,
-    SelectiveScanProblem,
-)
+from scan_registry.kernels.selective_scan import problem as problems
 from scan_registry.kernels.selective_scan.solution import solve
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
@@ -44,7 +37,7 @@ class Setting(Options):
     starts: bool = False
     groups: int = 1
     packed: bool = False
-    layout: Layout = "time_last"
+    layout: problems.Layout = "time_last"
 
 
 SETTINGS = (
@@ -73,7 +66,7 @@ _SEQUENCES = ("u", "delta", "z", "out", "out_grad", "u_grad", "delta_grad", "z_g
 #: Names of strides whose tensor has another name.
 _TENSOR_OF = {"grad": "out_grad"}
 #: What each direction writes.
-OUTPUTS: dict[Direction, tuple[str, ...]] = {
+OUTPUTS: dict[problems.Direction, tuple[str, ...]] = {
     "adjoint": ("adjoints", "sizes"),
     "forward": ("out", "final_state"),
     "backward": (
@@ -83,7 +76,7 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
 }
 
 
-def partial_shape(name: str, problem: SelectiveScanProblem) -> tuple[int, ...]:
+def partial_shape(name: str, problem: problems.SelectiveScanProblem) -> tuple[int, ...]:
     """Of a gradient that comes as partial sums, of which those of its dimensions before the last ones are summed."""
     state = problem.batch, max(1, problem.sequences), problem.parts, problem.channels
     if name in ("B_grad", "C_grad"):
@@ -107,7 +100,7 @@ def summed(name: str, partial: Tensor) -> Tensor:
 class Case(cases.Case):
     """With the terms of its trial."""
 
-    problem: SelectiveScanProblem
+    problem: problems.SelectiveScanProblem
     terms: dict[str, Tensor]
 
     def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
@@ -132,7 +125,7 @@ class Trial(cases.RandomTrial[Setting]):
     def case(self, kernel: str, *, aligned: bool, parts: int = 1) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
         of 1 and of ``PARTS`` parts."""
-        direction: Direction = next(name for name in DIRECTIONS if name == kernel)
+        direction: problems.Direction = next(name for name in problems.DIRECTIONS if name == kernel)
         batch, channels, time, states = self.shape
         narrow = getattr(torch, self.dtype)
         tensors = {n: self._copied(n, value, aligned) for n, value in self.inputs.items()}
@@ -145,13 +138,13 @@ class Trial(cases.RandomTrial[Setting]):
                 )
         of_tensor = {"u_grad": tensors.get("u_grad")}
         strides: list[int] = []
-        for name, dimensions in STRIDED[direction].items():
+        for name, dimensions in problems.STRIDED[direction].items():
             tensor = of_tensor.get(name, tensors.get(_TENSOR_OF.get(name, name)))
             strides += [0] * len(dimensions) if tensor is None else tensor.stride()
         unit = 16 // narrow.itemsize
         channels_of_group = channels // self._groups
         along = time if self.setting.layout == "time_last" else channels_of_group
-        problem = SelectiveScanProblem(
+        problem = problems.SelectiveScanProblem(
             direction=direction,
             dtype=self.dtype,
             layout=self.setting.layout,
@@ -170,7 +163,7 @@ class Trial(cases.RandomTrial[Setting]):
         return Case(problem, tensors | self._in_float32(problem, expected), expected, self.terms)
 
     def _in_float32(
-        self, problem: SelectiveScanProblem, expected: dict[str, Tensor]
+        self, problem: problems.SelectiveScanProblem, expected: dict[str, Tensor]
     ) -> dict[str, Tensor | None]:
         """What a kernel takes or writes beside sequences and parameters; outputs are full of NaN."""
         device = self.expected["out"].device
@@ -179,7 +172,7 @@ class Trial(cases.RandomTrial[Setting]):
             return torch.full_like(expected[name], torch.nan, dtype=torch.float32)
 
         if problem.direction == "forward":
-            slots = problem.time // INTERVAL + max(1, problem.sequences)
+            slots = problem.time // problems.INTERVAL + max(1, problem.sequences)
             of_checkpoints = problem.batch, slots, problem.channels, problem.states
             checkpoints = torch.zeros(of_checkpoints, device=device)
             return {"checkpoints": checkpoints, "final_state": poisoned("final_state")}

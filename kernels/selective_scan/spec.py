@@ -11,34 +11,9 @@ from itertools import product, starmap
 from pathlib import Path
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Parameter,
-    Pins,
-    Rules,
-    Sample,
-    Space,
-    Static,
-    Variant,
-)
-from scan_registry.kernels.selective_scan.problem import (
-    BLOCK_STATES,
-    DIRECTIONS,
-    DTYPES,
-    INTERVAL,
-    LAYOUTS,
-    STRIDED,
-    WARP_CHANNELS,
-    WARPS_OF_ONE,
-    WARPS_OF_SEVERAL,
-    Direction,
-    SelectiveScanProblem,
-    stride_names,
-)
+from scan_registry.kernels import model
+from scan_registry.kernels.selective_scan import problem as problems
+from scan_registry.kernels.selective_scan.problem import BLOCK_STATES, INTERVAL
 
 FAMILY_NAME = "selective_scan"
 FOLDER = Path(__file__).parent
@@ -46,7 +21,7 @@ ACCESSES = ("aligned", "generic")
 #: Channels of a warp of the kernel ``adjoint``.
 ADJOINT_CHANNELS = 8
 
-_POINTERS: dict[Direction, tuple[str, ...]] = {
+_POINTERS: dict[problems.Direction, tuple[str, ...]] = {
     "forward": (
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
         *("out", "final_state", "checkpoints", "cu_seqlens"),
@@ -72,15 +47,15 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 _SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
 
 
-def parameters(direction: Direction) -> tuple[Parameter, ...]:
+def parameters(direction: problems.Direction) -> tuple[model.Parameter, ...]:
     """The signature of one kernel."""
-    pointers = (Parameter(name, "pointer") for name in _POINTERS[direction])
+    pointers = (model.Parameter(name, "pointer") for name in _POINTERS[direction])
     parts = () if direction == "forward" else ("parts",)
-    integers = (*_SIZES, *parts, "flags", *stride_names(direction))
-    return (*pointers, *(Parameter(name, "i64") for name in integers))
+    integers = (*_SIZES, *parts, "flags", *problems.stride_names(direction))
+    return (*pointers, *(model.Parameter(name, "i64") for name in integers))
 
 
-def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
+def _ctas(variant: model.Variant, problem: problems.SelectiveScanProblem) -> int:
     if variant.kernel == "backward":
         of_group = problem.ctas_of_group * problem.parts
     else:
@@ -89,15 +64,15 @@ def _ctas(variant: Variant, problem: SelectiveScanProblem) -> int:
     return of_group * problem.groups * problem.batch * max(1, problem.sequences)
 
 
-def _channels_of(variant: Variant) -> int:
+def _channels_of(variant: model.Variant) -> int:
     """Of a CTA."""
     if variant.kernel == "adjoint":
         return ADJOINT_CHANNELS * variant.number("warps")
     split = variant.number("split") if variant.kernel == "forward" else 1
-    return WARP_CHANNELS * variant.number("warps") // split
+    return problems.WARP_CHANNELS * variant.number("warps") // split
 
 
-def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+def _kind_mismatch(variant: model.Variant, problem: problems.SelectiveScanProblem) -> str | None:
     if problem.constant:
         return "B or C do not change with time"
     if variant.text("dtype") != problem.dtype:
@@ -111,14 +86,14 @@ def _kind_mismatch(variant: Variant, problem: SelectiveScanProblem) -> str | Non
     return None
 
 
-def _capacity(variant: Variant) -> int:
+def _capacity(variant: model.Variant) -> int:
     """States of a channel that there is room for; 0: any number."""
     if variant.kernel == "forward":
         return 4 * variant.number("states") * variant.number("split")
     return BLOCK_STATES if variant.kernel == "backward" and variant.number("blocks") == 1 else 0
 
 
-def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
+def _accepts(variant: model.Variant, problem: problems.SelectiveScanProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem):
         return reason
     if problem.time >= 2**31:
@@ -133,14 +108,18 @@ def _accepts(variant: Variant, problem: SelectiveScanProblem) -> str | None:
     return None
 
 
-def _launch(variant: Variant, problem: SelectiveScanProblem, sm_count: int) -> Launch:
+def _launch(
+    variant: model.Variant, problem: problems.SelectiveScanProblem, sm_count: int
+) -> model.Launch:
     known = problem.scalars()
     wanted = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
     blocks = max(1, -(-problem.states // BLOCK_STATES)) if variant.kernel == "adjoint" else 1
-    return Launch((_ctas(variant, problem), blocks, 1), {name: known[name] for name in wanted})
+    return model.Launch(
+        (_ctas(variant, problem), blocks, 1), {name: known[name] for name in wanted}
+    )
 
 
-def _constants(variant: Variant) -> dict[str, Static]:
+def _constants(variant: model.Variant) -> dict[str, model.Static]:
     numbers = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     if variant.kernel != "forward":
         numbers |= {"TIMES": INTERVAL}
@@ -156,12 +135,12 @@ def _constants(variant: Variant) -> dict[str, Static]:
 # --- Forward ----------------------------------------------------------------------------------
 
 
-def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
+def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
     if two warps share them. In float32 they always do, as its gates take long and more warps hide that."""
     named = dict(kind)
     large = (8, 8, 16, 8, 1)
-    if ITEM_SIZE[str(named["dtype"])] > 2:
+    if model.ITEM_SIZE[str(named["dtype"])] > 2:
         tiles = [(2, 2, 16, 4, 4), large]
     elif named["access"] == "aligned":
         tiles = [
@@ -177,7 +156,7 @@ def _forward_tiles(kind: Pins) -> tuple[Pins, ...]:
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
-def _serves(statics: Pins, target: Target) -> bool:
+def _serves(statics: model.Pins, target: Target) -> bool:
     """Few registers, for a fourth CTA on an SM, are enough in 16 bits for the code of sm_90 alone."""
     named = dict(statics)
     ctas = named.get("ctas")
@@ -186,13 +165,13 @@ def _serves(statics: Pins, target: Target) -> bool:
     return (ctas == 4) == (target.capability == (9, 0) and not target.is_ptx)
 
 
-def _forward_shared(variant: Variant) -> int:
+def _forward_shared(variant: model.Variant) -> int:
     states, times = 4 * variant.number("states") * variant.number("split"), variant.number("times")
-    channels, rows = _channels_of(variant), WARP_CHANNELS * variant.number("warps")
+    channels, rows = _channels_of(variant), problems.WARP_CHANNELS * variant.number("warps")
     return 4 * (channels * (2 * times + 4) + rows * (times + 4) + 4 * states * times + 2 * channels)
 
 
-def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
+def _forward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem) -> float:
     """Room for states that there are not; then whether two warps share their channels, which pays where there are few:
     on an H100 up to 24,576 of all batches and sequences."""
     rows = problem.batch * problem.channels * max(1, problem.sequences)
@@ -203,27 +182,27 @@ def _forward_cost(variant: Variant, problem: SelectiveScanProblem) -> float:
 # --- Backward ---------------------------------------------------------------------------------
 
 
-def _backward_tiles(kind: Pins) -> tuple[Pins, ...]:
+def _backward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """For one block of states, and for any number."""
-    tiles = ((WARPS_OF_ONE, 1, 2), (WARPS_OF_SEVERAL, 2, 4))
+    tiles = ((problems.WARPS_OF_ONE, 1, 2), (problems.WARPS_OF_SEVERAL, 2, 4))
     names = ("warps", "blocks", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
-def _backward_shared(variant: Variant) -> int:
+def _backward_shared(variant: model.Variant) -> int:
     warps, times = variant.number("warps"), INTERVAL
-    channels = warps * WARP_CHANNELS
+    channels = warps * problems.WARP_CHANNELS
     rows = channels * (4 * times + times // 2)
     of_states, stage = 2 * 32 * warps * times, 2 * BLOCK_STATES * times
     sums = 0 if variant.number("blocks") == 1 else 3 * channels * (times + 1)
     return 4 * (rows + of_states + stage + 4 * channels + sums)
 
 
-def _adjoint_tiles(kind: Pins) -> tuple[Pins, ...]:
+def _adjoint_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     return ((("warps", 4),),)
 
 
-def _adjoint_shared(variant: Variant) -> int:
+def _adjoint_shared(variant: model.Variant) -> int:
     channels = _channels_of(variant)
     return 4 * (channels * (2 * INTERVAL + 4) + 2 * 2 * BLOCK_STATES * INTERVAL + channels)
 
@@ -231,53 +210,53 @@ def _adjoint_shared(variant: Variant) -> int:
 # --- The family -------------------------------------------------------------------------------
 
 #: Generic access goes along time, whatever the layout.
-_KINDS: tuple[Pins, ...] = tuple(
+_KINDS: tuple[model.Pins, ...] = tuple(
     (("dtype", dtype), ("layout", layout), ("access", access))
     for dtype, (layout, access) in product(
-        DTYPES, (*product(LAYOUTS, ("aligned",)), ("time_last", "generic"))
+        problems.DTYPES, (*product(problems.LAYOUTS, ("aligned",)), ("time_last", "generic"))
     )
 )
 
 
-_TILES: dict[Direction, Callable[[Pins], tuple[Pins, ...]]] = {
+_TILES: dict[problems.Direction, Callable[[model.Pins], tuple[model.Pins, ...]]] = {
     "forward": _forward_tiles,
     "adjoint": _adjoint_tiles,
     "backward": _backward_tiles,
 }
-_SHARED: dict[Direction, Callable[[Variant], int]] = {
+_SHARED: dict[problems.Direction, Callable[[model.Variant], int]] = {
     "forward": _forward_shared,
     "adjoint": _adjoint_shared,
     "backward": _backward_shared,
 }
-_COST: dict[Direction, Callable[[Variant, SelectiveScanProblem], float]] = {
+_COST: dict[problems.Direction, Callable[[model.Variant, problems.SelectiveScanProblem], float]] = {
     "forward": _forward_cost,
     "adjoint": lambda variant, problem: 0.0,
     "backward": lambda variant, problem: variant.number("blocks"),
 }
 
 
-def _may_spill(direction: Direction) -> frozenset[Variant]:
+def _may_spill(direction: problems.Direction) -> frozenset[model.Variant]:
     """float32 with more than 16 states: forwards up to 40 bytes, of a lane that has 8 states of two channels; backwards on
     sm_120 up to 32."""
     large = {"forward": ("states", 8), "backward": ("blocks", 2)}
     if direction not in large:
         return frozenset()
     return frozenset(
-        Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
+        model.Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
         for kind in _KINDS
         for tile in _TILES[direction](kind)
         if dict(kind)["dtype"] == "float32" and large[direction] in tile
     )
 
 
-def _kernel(direction: Direction) -> Kernel:
-    return Kernel(
+def _kernel(direction: problems.Direction) -> model.Kernel:
+    return model.Kernel(
         family=FAMILY_NAME,
         name=direction,
         language="cuda",
         parameters=parameters(direction),
-        defaults=Space(_KINDS, _TILES[direction]),
-        code=Code(
+        defaults=model.Space(_KINDS, _TILES[direction]),
+        code=model.Code(
             source=f"{direction}.cu",
             entry=f"{FAMILY_NAME}_{direction}",
             constants=_constants,
@@ -285,13 +264,13 @@ def _kernel(direction: Direction) -> Kernel:
             shared=_SHARED[direction],
             may_spill=_may_spill(direction),
         ),
-        rules=Rules(_accepts, kind_mismatch=_kind_mismatch, serves=_serves),
+        rules=model.Rules(_accepts, kind_mismatch=_kind_mismatch, serves=_serves),
         cost=_COST[direction],
         launch=_launch,
     )
 
 
-def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sample:
+def _sample(direction: problems.Direction, dtype: str, layout: str, access: str) -> model.Sample:
     batch, channels, time, states = (
         (4, 1536, 2048, 16) if access == "aligned" else (4, 1531, 2039, 16)
     )
@@ -301,10 +280,10 @@ def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sampl
     of_projection = {"batch": states * time, "group": states * time, "state": time, "time": 1}
     strides = [
         (of_projection if tensor in "BC" else of_row)[dimension]
-        for tensor, dimensions in STRIDED[direction].items()
+        for tensor, dimensions in problems.STRIDED[direction].items()
         for dimension in dimensions
     ]
-    problem = SelectiveScanProblem(
+    problem = problems.SelectiveScanProblem(
         direction=direction,
         dtype=dtype,
         layout=layout,  # type: ignore[arg-type]
@@ -319,15 +298,17 @@ def _sample(direction: Direction, dtype: str, layout: str, access: str) -> Sampl
         whole=(access == "aligned",) * 2,
         parts=2 if direction == "adjoint" else 1,
     )
-    return Sample(problem, dtype, access)
+    return model.Sample(problem, dtype, access)
 
 
-FAMILY = Family(
+FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="h[t] = exp(delta * A) * h[t-1] + delta * B[t] * u[t]; out = C . h, gated",
     folder=FOLDER,
-    kernels=tuple(map(_kernel, DIRECTIONS)),
-    samples=tuple(starmap(_sample, product(DIRECTIONS, DTYPES, LAYOUTS, ACCESSES))),
+    kernels=tuple(map(_kernel, problems.DIRECTIONS)),
+    samples=tuple(
+        starmap(_sample, product(problems.DIRECTIONS, problems.DTYPES, problems.LAYOUTS, ACCESSES))
+    ),
     on_cpu=True,
     by_torch=("float64",),
 )

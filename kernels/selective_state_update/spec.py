@@ -10,20 +10,7 @@ from collections.abc import Iterator
 from itertools import product, starmap
 from pathlib import Path
 
-from scan_registry.kernels.model import (
-    ITEM_SIZE,
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Parameter,
-    Pins,
-    Rules,
-    Sample,
-    Space,
-    Static,
-    Variant,
-)
+from scan_registry.kernels import model
 from scan_registry.kernels.selective_state_update.problem import (
     DIMENSIONS,
     DTYPES,
@@ -43,7 +30,7 @@ _OF_LAUNCH = ("lane_bits", "steps")
 _THREADS_OF_SM, _MOST_STEPS = 1024, 8
 
 
-def _accepts(variant: Variant, problem: StepProblem) -> str | None:
+def _accepts(variant: model.Variant, problem: StepProblem) -> str | None:
     access = variant.text("access")
     if variant.text("dtype") != problem.dtype:
         return f"a state of {variant.text('dtype')}, not {problem.dtype}"
@@ -60,12 +47,14 @@ def _accepts(variant: Variant, problem: StepProblem) -> str | None:
     return None
 
 
-def _vector(variant: Variant) -> int:
+def _vector(variant: model.Variant) -> int:
     """States of a chunk."""
-    return 1 if variant.text("access") == "generic" else 16 // ITEM_SIZE[variant.text("dtype")]
+    return (
+        1 if variant.text("access") == "generic" else 16 // model.ITEM_SIZE[variant.text("dtype")]
+    )
 
 
-def _launch(variant: Variant, problem: StepProblem, sm_count: int) -> Launch:
+def _launch(variant: model.Variant, problem: StepProblem, sm_count: int) -> model.Launch:
     chunks = -(-problem.states // (_vector(variant) * variant.number("chunks")))
     lane_bits = min(5, (chunks - 1).bit_length())
     rows_of_cta = 32 * variant.number("warps") >> lane_bits
@@ -76,10 +65,10 @@ def _launch(variant: Variant, problem: StepProblem, sm_count: int) -> Launch:
         steps *= 2
     slices = -(-problem.batch // steps)
     scalars = {**problem.scalars(), "lane_bits": lane_bits, "steps": steps}
-    return Launch((ctas * slices, 1, 1), scalars)
+    return model.Launch((ctas * slices, 1, 1), scalars)
 
 
-def _constants(variant: Variant) -> dict[str, Static]:
+def _constants(variant: model.Variant) -> dict[str, model.Static]:
     access = variant.text("access")
     return {
         "ELEMENT": variant.text("dtype"),
@@ -90,11 +79,11 @@ def _constants(variant: Variant) -> dict[str, Static]:
     }
 
 
-def _kinds() -> Iterator[Pins]:
+def _kinds() -> Iterator[model.Pins]:
     """A state of 16 bits usually has inputs like itself; others are left to the generic kernel."""
     for dtype in DTYPES:
         for access in ACCESSES:
-            pins: Pins = (("dtype", dtype), ("access", access))
+            pins: model.Pins = (("dtype", dtype), ("access", access))
             if access == "generic":
                 yield pins
                 continue
@@ -102,30 +91,33 @@ def _kinds() -> Iterator[Pins]:
                 yield (*pins, ("inputs", inputs))
 
 
-def _tiles(kind: Pins) -> tuple[Pins, ...]:
+def _tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
     pins = dict(kind)
-    most = pins["access"] == "aligned" and ITEM_SIZE[str(pins["dtype"])] == 2
+    most = pins["access"] == "aligned" and model.ITEM_SIZE[str(pins["dtype"])] == 2
     return ((("chunks", 2), ("warps", _WARPS), ("ctas", 5 if most else 6)),)
 
 
-_KERNEL = Kernel(
+_KERNEL = model.Kernel(
     family=FAMILY_NAME,
     name="step",
     language="cuda",
     parameters=(
-        *(Parameter(name, "pointer") for name in _POINTERS),
-        *(Parameter(name, "i64") for name in (*_SIZES, *_OF_LAUNCH, "formats", "flags", *STRIDES)),
+        *(model.Parameter(name, "pointer") for name in _POINTERS),
+        *(
+            model.Parameter(name, "i64")
+            for name in (*_SIZES, *_OF_LAUNCH, "formats", "flags", *STRIDES)
+        ),
     ),
-    defaults=Space(tuple(_kinds()), _tiles),
-    code=Code(source="step.cu", entry=FAMILY_NAME, constants=_constants),
-    rules=Rules(_accepts),
+    defaults=model.Space(tuple(_kinds()), _tiles),
+    code=model.Code(source="step.cu", entry=FAMILY_NAME, constants=_constants),
+    rules=model.Rules(_accepts),
     cost=lambda variant, problem: variant.text("access") == "generic",
     launch=_launch,
 )
 
 
-def _sample(dtype: str, access: str) -> Sample:
+def _sample(dtype: str, access: str) -> model.Sample:
     batch, channels, states = (64, 5120, 16) if access == "aligned" else (64, 5120, 15)
     of_row = {"batch": channels, "head": 0, "channel": 1}
     of_projection = {"batch": states, "group": states, "state": 1}
@@ -149,10 +141,10 @@ def _sample(dtype: str, access: str) -> Sample:
         softplus=True,
         aligned=access == "aligned",
     )
-    return Sample(problem, dtype, access)
+    return model.Sample(problem, dtype, access)
 
 
-FAMILY = Family(
+FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step",
     folder=Path(__file__).parent,

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.inventory import Catalogue, catalogue
-from scan_registry.cli.listing import (
-    Listed,
-    add_filters,
-    filters_of,
-    narrow,
-    opened,
-    read,
-    several_providers,
-    size_text,
-)
+from scan_registry.cli import listing
 from scan_registry.cli.streams import complain
 from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.kernels.model import Static
@@ -59,21 +50,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--all", action="store_true", help="one row per binary, however many")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    add_filters(parser)
+    listing.add_filters(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """List what is installed; ``UsageError`` if a filter names nothing installed."""
-    installed, wanted = catalogue(), filters_of(args)
+    installed, wanted = catalogue(), listing.filters_of(args)
     filtered = any(wanted.values())
     # Reading every byte takes seconds, and a list of kernels needs none of them.
-    listed = (read if args.all or args.json or filtered else opened)(installed)
+    listed = (listing.read if args.all or args.json or filtered else listing.opened)(installed)
     for file in installed.ignored:
         complain(f"scan-registry: warning: {file}")
     for entry in listed:
         if entry.damage:
             complain(f"scan-registry: error: {entry.damage}")
-    shown = narrow(listed, wanted) if listed else []
+    shown = listing.narrow(listed, wanted) if listed else []
     if args.json:
         print(json.dumps(document(shown, installed), indent=2))
     else:
@@ -84,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 # --- JSON -------------------------------------------------------------------------------------
 
 
-def document(listed: Iterable[Listed], installed: Catalogue) -> dict[str, Any]:
+def document(listed: Iterable[listing.Listed], installed: Catalogue) -> dict[str, Any]:
     """The stable form: keys are only ever added.
 
     An archive's ``error`` is null, or says what is wrong with it; then the facts of its manifest
@@ -96,7 +87,7 @@ def document(listed: Iterable[Listed], installed: Catalogue) -> dict[str, Any]:
     }
 
 
-def _archive_record(entry: Listed, installed: Catalogue) -> dict[str, Any]:
+def _archive_record(entry: listing.Listed, installed: Catalogue) -> dict[str, Any]:
     manifest = {} if entry.damage else entry.archive.manifest
     return {
         "arch": str(entry.archive.arch),
@@ -128,7 +119,7 @@ def _file_size(archive: Archive) -> int | None:
 
 
 def _print(
-    listed: Sequence[Listed], installed: Catalogue, *, filtered: bool, everything: bool
+    listed: Sequence[listing.Listed], installed: Catalogue, *, filtered: bool, everything: bool
 ) -> None:
     console = screen()
     if not installed.archives:
@@ -137,27 +128,29 @@ def _print(
     rows = [(entry.archive, binary) for entry in listed for binary in entry.binaries]
     lines = _print_archives(console, listed, installed)
     if everything or (filtered and len(rows) <= MOST_ROWS):
-        _print_binaries(console, rows, installed, providers=several_providers(listed))
+        _print_binaries(console, rows, installed, providers=listing.several_providers(listed))
     else:
         _print_kernels(console, rows, installed, MOST_LINES - lines)
     if filtered and not rows:
         console.print("\nNo binary matches all of these filters.")
 
 
-def _print_archives(console: Console, listed: Sequence[Listed], installed: Catalogue) -> int:
+def _print_archives(
+    console: Console, listed: Sequence[listing.Listed], installed: Catalogue
+) -> int:
     """Print a line for each, and return how many lines there are."""
     console.print(f"[bold]scan-registry {__version__}[/]")
     folders = dict.fromkeys(archive.path.parent for archive in installed.archives)
     for folder in folders:
         say(console, f"archives in {folder}")
-    providers = several_providers(listed)
+    providers = listing.several_providers(listed)
     table = new_table(
         "arch!",
         *(["provider!"] if providers else []),
         *("size>?", "binaries>", "GPU-tested>!", "on?", "toolchain?", "source"),
     )
     for entry in listed:
-        label, size = entry.archive.arch.label, size_text(_file_size(entry.archive))
+        label, size = entry.archive.arch.label, listing.size_text(_file_size(entry.archive))
         start = [label, entry.archive.provider, size] if providers else [label, size]
         if entry.damage:
             table.add_row(*start, "", "[red]damaged[/]", "", "", "")
@@ -221,8 +214,8 @@ def _kernel_cells(binaries: Sequence[Binary], archs: str, installed: Catalogue) 
         archs,
         str(len({binary.variant for binary in binaries})),
         _range([b.registers for b in binaries if b.registers is not None], str),
-        _range([b.shared for b in binaries], size_text),
-        _range([b.size for b in binaries], size_text),
+        _range([b.shared for b in binaries], listing.size_text),
+        _range([b.size for b in binaries], listing.size_text),
         _gpu_tested(binaries, installed),
     )
 
@@ -253,7 +246,7 @@ def _print_binaries(
                 _optional(binary.spill_bytes),
                 f"{_optional(binary.static_shared)}+{binary.dynamic_shared}",
                 str(binary.threads),
-                size_text(binary.size),
+                listing.size_text(binary.size),
                 _gpu_test(binary, installed),
             )
         show(console, table, f"[bold]{variant.family}.{variant.kernel}[/], {variant.language}")

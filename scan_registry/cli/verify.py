@@ -15,15 +15,8 @@ from typing import TYPE_CHECKING, Any
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Catalogue, survey
 from scan_registry.catalog.providers import MISNAMED
+from scan_registry.cli import listing
 from scan_registry.cli.errors import UsageError
-from scan_registry.cli.listing import (
-    Listed,
-    add_filters,
-    filters_of,
-    narrow,
-    opened,
-    several_providers,
-)
 from scan_registry.cli.tables import new_table, say, screen, show
 from scan_registry.diagnostics.verify import Comparison, Defect, altered, check, rebuild
 from scan_registry.version import __version__
@@ -42,7 +35,7 @@ class Result:
     defects are those of the checks; ``seconds`` went by in checking and compiling, over all processes.
     """
 
-    listed: Listed
+    listed: listing.Listed
     defects: tuple[Defect, ...]
     seconds: float
     comparisons: tuple[Comparison, ...] = ()
@@ -126,16 +119,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"compare the bytes; {JOBS} sets the number of processes",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    add_filters(parser)
+    listing.add_filters(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check what is installed; ``UsageError`` if that is nothing, or a filter names nothing."""
     workers = _workers()
     installed, general = _installed()
-    listed = opened(installed)
+    listed = listing.opened(installed)
     try:
-        shown = narrow(listed, filters_of(args)) if listed else []
+        shown = listing.narrow(listed, listing.filters_of(args)) if listed else []
     except UsageError as error:
         # What is not known to be there may be in what is damaged, or missing.
         shown = [entry for entry in listed if entry.damage]
@@ -174,7 +167,7 @@ def _installed() -> tuple[Catalogue, list[Defect]]:
     return installed, defects
 
 
-def _checked(entry: Listed, installed: Catalogue) -> Result:
+def _checked(entry: listing.Listed, installed: Catalogue) -> Result:
     started, defects = time.perf_counter(), []
     if entry.damage:
         reason = entry.damage.removeprefix(f"{entry.archive.path}: ")
@@ -261,7 +254,7 @@ def _record(path: Path | None, binary: Binary | None, reason: str) -> dict[str, 
 
 def _print(report: Report) -> None:
     console = screen()
-    providers = several_providers(result.listed for result in report.results)
+    providers = listing.several_providers(result.listed for result in report.results)
     table = new_table(
         "arch",
         *(["provider!"] if providers else []),

@@ -10,18 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from scan_registry.kernels.linear_scan.op.function import linear_scan
+from scan_registry.nn import layer_checks
 from scan_registry.nn.complex_maps import from_complex, into_complex, weight_from, weight_into
 from scan_registry.nn.hippo import normal_hippo
 from scan_registry.nn.layer import Device, ScanLayer, advance, wide
-from scan_registry.nn.layer_checks import (
-    check_absent,
-    check_bools,
-    check_choice,
-    check_divides,
-    check_positive,
-    check_scale,
-    check_sizes,
-)
 from scan_registry.nn.submodules import is_plain
 
 if TYPE_CHECKING:
@@ -204,17 +196,17 @@ class S5(ScanLayer):
         backend: Backend = "auto",
     ) -> None:
         state_width = width if state_width is None else state_width
-        check_sizes(width=width, state_width=state_width, block_count=block_count)
-        check_divides("block_count", block_count, "state_width", state_width)
-        check_positive(dt_min=dt_min, dt_max=dt_max)
-        check_bools(bidir=bidir)
+        layer_checks.check_sizes(width=width, state_width=state_width, block_count=block_count)
+        layer_checks.check_divides("block_count", block_count, "state_width", state_width)
+        layer_checks.check_positive(dt_min=dt_min, dt_max=dt_max)
+        layer_checks.check_bools(bidir=bidir)
         if dt_min > dt_max:
             raise ValueError(f"dt_min should be at most dt_max, got: {dt_min!r} and {dt_max!r}")
-        check_absent(
+        layer_checks.check_absent(
             {"factor_rank": (factor_rank, None), "liquid": (liquid, False), "degree": (degree, 1)}
         )
-        check_choice("bcInit", bcInit or "dense", ("dense", "complex_normal"))
-        check_choice("discretization", discretization, ("zoh", "bilinear"))
+        layer_checks.check_choice("bcInit", bcInit or "dense", ("dense", "complex_normal"))
+        layer_checks.check_choice("discretization", discretization, ("zoh", "bilinear"))
         super().__init__(batch_first, dtype, backend)
         self.features = self.width = width
         self.state_width = state_width
@@ -318,7 +310,7 @@ class S5(ScanLayer):
 
     def _scale(self, step_scale: Any, sizes: list[tuple[int, ...]], x: Tensor) -> Any:
         """``step_scale`` as it multiplies step sizes in tensors of the dimensions of ``x``."""
-        check_scale(self, step_scale, sizes, x)
+        layer_checks.check_scale(self, step_scale, sizes, x)
         if not isinstance(step_scale, Tensor):
             return float(step_scale)
         if step_scale.dim() == 0:

@@ -12,17 +12,7 @@ from changing import changed
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.hardware.target import Target
-from scan_registry.kernels import family
-from scan_registry.kernels.model import (
-    Code,
-    Family,
-    Kernel,
-    Launch,
-    Parameter,
-    Rules,
-    Space,
-    Variant,
-)
+from scan_registry.kernels import family, model
 
 # The module, which the package's attribute of this name may hide behind a function one day.
 compiling = importlib.import_module("scan_registry.aot.compile")
@@ -58,24 +48,24 @@ def on_sm90(variants: Iterable[model.Variant]) -> Iterator[Binary]:
 class Toy:
     """A family of one CUDA kernel, whose files and spec a test changes at will."""
 
-    variant = Variant("toy", "copy", "cuda", (("dtype", "float32"), ("scale", 2)))
+    variant = model.Variant("toy", "copy", "cuda", (("dtype", "float32"), ("scale", 2)))
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.kernel = Kernel(
+        self.kernel = model.Kernel(
             family="toy",
             name="copy",
             language="cuda",
-            parameters=(Parameter("x", "pointer"),),
-            defaults=Space((self.variant.statics,), lambda kind: ((),)),
-            code=Code(
+            parameters=(model.Parameter("x", "pointer"),),
+            defaults=model.Space((self.variant.statics,), lambda kind: ((),)),
+            code=model.Code(
                 source="copy.cu",
                 entry="toy",
                 constants=lambda variant: {"SCALE": variant.number("scale")},
                 warps=lambda variant: 4,
             ),
-            rules=Rules(lambda variant, problem: None),
-            launch=lambda variant, problem, sm_count: Launch((1, 1, 1), {}),
+            rules=model.Rules(lambda variant, problem: None),
+            launch=lambda variant, problem, sm_count: model.Launch((1, 1, 1), {}),
         )
         self.write("copy.cu", COPY)
         self.write("scale.cuh", HEADER)
@@ -87,6 +77,6 @@ class Toy:
     def change(self, **changes: Any) -> None:
         self.kernel = changed(self.kernel, **changes)
 
-    def family(self, name: str) -> Family:
+    def family(self, name: str) -> model.Family:
         assert name == "toy"
-        return Family("toy", "y = scale * x", self.folder, (self.kernel,))
+        return model.Family("toy", "y = scale * x", self.folder, (self.kernel,))

@@ -13,15 +13,7 @@ from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.problem import DTYPES, LAYOUTS
-from scan_registry.ops.benchmark import (
-    OURS,
-    Baseline,
-    Benchmark,
-    Call,
-    Results,
-    SequenceCase,
-    Timing,
-)
+from scan_registry.ops import benchmark
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import PASSES, Option, known
 
@@ -39,7 +31,7 @@ TARGETS = (0.80, 0.75)
 
 
 @dataclass(frozen=True)
-class Case(SequenceCase):
+class Case(benchmark.SequenceCase):
     """A scan to time, without options: ``min_gru:channel_last:8,2560,4096:bfloat16``, batch, channels and time, whatever
     the layout."""
 
@@ -159,7 +151,7 @@ class Composition:
 
     def kernel_call(
         self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
+    ) -> Callable[[], benchmark.Call] | None:
         if self.refusal(case):
             return None
         function = self.function(case)
@@ -170,7 +162,7 @@ class Composition:
             torch._dynamo.reset()
             function = torch.compile(function, dynamic=False)
 
-        def make() -> Call:
+        def make() -> benchmark.Call:
             import torch
 
             inputs = [case.contiguous(device) for _ in KINDS[case.kind].inputs]
@@ -216,7 +208,7 @@ BASELINES = (
 # --- The benchmark ----------------------------------------------------------------------------
 
 
-class GatedScanBenchmark(Benchmark):
+class GatedScanBenchmark(benchmark.Benchmark):
     """Times scans of three sizes in both layouts, and compares them with the targets."""
 
     case_type = Case
@@ -247,7 +239,9 @@ class GatedScanBenchmark(Benchmark):
             every = product(kinds, ("channel_last",), (ON_CPU,), ("float32",))
         return [Case.parse(":".join(parts)) for parts in every]
 
-    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+    def call(
+        self, case: Case, direction: str, backend: Backend, device: torch.device
+    ) -> benchmark.Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.kernels.gated_scan.op import plans
         from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
@@ -263,26 +257,26 @@ class GatedScanBenchmark(Benchmark):
         grad, wanted = case.sequence(device), (*(True for _ in tensors), False)
         return lambda: plans.backward(arguments, states, grad, None, options, wanted)
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
         there = any(distributions.version(name) is not None for name in _FLA)
         if device.type != "cuda":
             return (EAGER,)
         return (EAGER, COMPILED, *(BASELINES if there else ()))
 
-    def measures(self, results: Results) -> tuple[str, ...]:
+    def measures(self, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measures(results), "target>"
 
-    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+    def measured(self, timing: benchmark.Timing, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measured(timing, results), self.verdict(timing, results, "{:.3f} ms")
 
-    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+    def record(self, timing: benchmark.Timing, results: benchmark.Results) -> Mapping[str, Any]:
         return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
 
-    def target_ms(self, timing: Timing, kind: str) -> float | None:
+    def target_ms(self, timing: benchmark.Timing, kind: str) -> float | None:
         """The target: the most time that this package may take on a GPU; None where there is no target."""
         case = timing.case
         aimed = case.kind in TIMED and case.sizes.replace(" ", "") in SIZES
-        if not aimed or kind != "cuda" or not timing.who.startswith(OURS):
+        if not aimed or kind != "cuda" or not timing.who.startswith(benchmark.OURS):
             return None
         if timing.roofline_ms is None:
             return None

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from scan_registry.kernels.gated_scan import PUBLIC
 from scan_registry.kernels.gated_scan.kinds import KINDS
-from scan_registry.ops.operator import (
-    PASSES,
-    KernelCall,
-    Operator,
-    Option,
-    ParsedCall,
-    described_tensor,
-    known,
-)
+from scan_registry.ops import operator
 
 if TYPE_CHECKING:
     import torch
@@ -30,23 +22,23 @@ if TYPE_CHECKING:
 USUAL_KIND = "min_gru"
 
 
-class GatedScan(Operator):
+class GatedScan(operator.Operator):
     """Its kernels are not tuned."""
 
     name = "gated_scan"
     shape = "batch, channels and time"
     others = {name: {"kind": name} for name in PUBLIC if name in KINDS}  # noqa: RUF012  # as options
     options = (
-        Option(
+        operator.Option(
             "--kind",
             metavar="X",
             help=f"of gates: {', '.join(KINDS)}; default: {USUAL_KIND}",
         ),
-        Option(
+        operator.Option(
             "--channel-last", action="store_true", help="channels have stride 1, and time has not"
         ),
-        Option("--reset", action="store_true", help="states start anew at some steps"),
-        Option("--reverse", action="store_true", help="scan from the end"),
+        operator.Option("--reset", action="store_true", help="states start anew at some steps"),
+        operator.Option("--reverse", action="store_true", help="scan from the end"),
     )
 
     def describe(
@@ -60,7 +52,7 @@ class GatedScan(Operator):
         cu_seqlens: Any = None,
         return_final_state: Any = False,
         backend: Any = "auto",
-    ) -> Mapping[str, KernelCall]:
+    ) -> Mapping[str, operator.KernelCall]:
         """The kernel calls by direction. Kind ``linear`` without resets is described by ``linear_scan``."""
         import torch
 
@@ -102,37 +94,37 @@ class GatedScan(Operator):
             name = with_activation(name, values.pop("activation"))
         return (name, *inputs, *parameters), values
 
-    def family_of(self, call: KernelCall) -> str:
+    def family_of(self, call: operator.KernelCall) -> str:
         from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
 
         return self.name if isinstance(call, gated_scan_problems.KernelCall) else "linear_scan"
 
-    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
+    def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> operator.ParsedCall:
         if len(shape) != 3:
             raise ValueError(
                 f"--shape is {args.shape!r}; gated_scan takes batch, channels and time, such as 8,2560,4096"
             )
         import torch
 
-        name = USUAL_KIND if args.kind is None else known("--kind", args.kind, [*KINDS])
+        name = USUAL_KIND if args.kind is None else operator.known("--kind", args.kind, [*KINDS])
         kind, (batch, channels, time) = KINDS[name], shape
         wide = "float64" if dtype == "float64" else "float32"
 
         def sequence() -> Tensor:
             if args.channel_last:
-                return described_tensor((batch, time, channels), dtype).transpose(1, 2)
-            return described_tensor(shape, dtype)
+                return operator.described_tensor((batch, time, channels), dtype).transpose(1, 2)
+            return operator.described_tensor(shape, dtype)
 
         tensors = (
             *(sequence() for _ in kind.inputs),
-            *(described_tensor((channels,), wide) for _ in kind.parameters),
+            *(operator.described_tensor((channels,), wide) for _ in kind.parameters),
         )
         reset = None
         if args.reset:
             reset = torch.empty((batch, time), dtype=torch.bool, device="meta")
         record = {"kind": name, "channel_last": bool(args.channel_last)}
         how = {"reverse": args.reverse}
-        return ParsedCall(
+        return operator.ParsedCall(
             (name, *tensors), {**how, "reset": reset}, {**record, **how, "reset": args.reset}
         )
 
@@ -162,7 +154,7 @@ class GatedScan(Operator):
         from scan_registry.kernels.gated_scan.op.problems import describe
 
         arguments, options = _of_case(case, "meta")
-        calls = describe(arguments, options, direction != PASSES[0])
+        calls = describe(arguments, options, direction != operator.PASSES[0])
         return (calls[direction].problem,)
 
     def tensors(

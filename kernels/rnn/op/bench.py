@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from scan_registry.base.package import NAME
 from scan_registry.dispatch.select import NoKernelError
 from scan_registry.kernels.rnn.problem import DTYPES, SIZES, Function, RnnBackend
-from scan_registry.ops.benchmark import (
-    OURS,
-    Baseline,
-    Benchmark,
-    Call,
-    Results,
-    Timing,
-    lengths,
-    whole_number,
-)
+from scan_registry.ops import benchmark
+from scan_registry.ops.benchmark import OURS
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import Option
 
@@ -124,7 +116,7 @@ SYNCHRONISING = Network("elman", 1, 320, "bfloat16", batch=8)
 # --- Who runs it ------------------------------------------------------------------------------
 
 
-def _passes(run: Callable[[], Tensor], wanted: Sequence[Tensor], direction: str) -> Call:
+def _passes(run: Callable[[], Tensor], wanted: Sequence[Tensor], direction: str) -> benchmark.Call:
     """A call of one or both passes of what gives h."""
     import torch
 
@@ -157,11 +149,11 @@ class Module:
 
     def kernel_call(
         self, case: Network, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
+    ) -> Callable[[], benchmark.Call] | None:
         if (case.function, case.heads) != (self.function, 1):
             return None
 
-        def make() -> Call:
+        def make() -> benchmark.Call:
             import torch
 
             new = getattr(importlib.import_module(self.home), self.kind)
@@ -190,8 +182,8 @@ class FlashRnn:
 
     def kernel_call(
         self, case: Network, direction: str, device: torch.device
-    ) -> Callable[[], Call]:
-        def make() -> Call:
+    ) -> Callable[[], benchmark.Call]:
+        def make() -> benchmark.Call:
             module: Any = importlib.import_module("flashrnn")
             inputs = case.inputs(device)
             options = {"function": case.function, "backend": self.backend, "dtype": case.dtype}
@@ -211,7 +203,7 @@ MODULES = tuple(
 # --- The benchmark ----------------------------------------------------------------------------
 
 
-class NetworkBenchmark(Benchmark):
+class NetworkBenchmark(benchmark.Benchmark):
     """Networks of the usual batch and time, each with what it is to take at most."""
 
     case_type = Network
@@ -243,13 +235,13 @@ class NetworkBenchmark(Benchmark):
 
     def cases(self, args: Namespace, kind: str) -> list[Network]:
         usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
-        batch, times = whole_number("bs", args.bs), lengths(args.seqlens)
+        batch, times = benchmark.whole_number("bs", args.bs), benchmark.lengths(args.seqlens)
         named = args.case or usual
         return [Network.parse(text, batch, time) for time in times for text in named]
 
     def call(
         self, case: Network, direction: str, backend: RnnBackend, device: torch.device
-    ) -> Call:
+    ) -> benchmark.Call:
         from scan_registry.kernels.rnn.op.function import rnn
 
         inputs = case.inputs(device)
@@ -259,7 +251,7 @@ class NetworkBenchmark(Benchmark):
 
         return _passes(run, inputs, direction)
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
         there = device.type == "cuda" and importlib.util.find_spec("flashrnn") is not None
         return (*MODULES, *(FlashRnn(word) for word in ("cuda_fused", "cuda") if there))
 
@@ -267,7 +259,7 @@ class NetworkBenchmark(Benchmark):
         return OURS if backend == "auto" else f"{OURS} {backend}"
 
     def calibrate(
-        self, ms: Callable[[Call], float], device: torch.device
+        self, ms: Callable[[benchmark.Call], float], device: torch.device
     ) -> Iterator[tuple[str, float | None]]:
         """Of one synchronisation; none on the CPU, which has nothing to wait for."""
         sync_us = None
@@ -279,19 +271,19 @@ class NetworkBenchmark(Benchmark):
                 pass
         yield "sync_us", sync_us
 
-    def title(self, results: Results) -> Iterator[str]:
+    def title(self, results: benchmark.Results) -> Iterator[str]:
         for batch, time in dict.fromkeys((t.case.batch, t.case.time) for t in results.timings):
             yield f"batch {batch}, {time} steps"
         if (sync_us := results.facts.get("sync_us")) is not None:
             yield f"one synchronisation {sync_us:.2f} µs"
 
-    def measures(self, results: Results) -> tuple[str, ...]:
+    def measures(self, results: benchmark.Results) -> tuple[str, ...]:
         return "µs/step>", "target>"
 
-    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+    def measured(self, timing: benchmark.Timing, results: benchmark.Results) -> tuple[str, ...]:
         return f"{timing.us_per_step:.2f}", self.verdict(timing, results, "{:g}")
 
-    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+    def record(self, timing: benchmark.Timing, results: benchmark.Results) -> Mapping[str, Any]:
         return {
             "network": timing.case.to_json(),
             "direction": timing.direction,
@@ -302,7 +294,7 @@ class NetworkBenchmark(Benchmark):
             "us_per_step": timing.us_per_step,
         }
 
-    def target_ms(self, timing: Timing, kind: str) -> float | None:
+    def target_ms(self, timing: benchmark.Timing, kind: str) -> float | None:
         """What this package is to take at most, where there is a target."""
         case: Network = timing.case
         target = TARGETS.get((case.function, case.heads, case.dim))

@@ -13,15 +13,7 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.kernels.selective_scan.op.operator import GATES
 from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
-from scan_registry.ops.benchmark import (
-    OURS,
-    Baseline,
-    Benchmark,
-    Call,
-    Results,
-    SequenceCase,
-    Timing,
-)
+from scan_registry.ops import benchmark
 from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import PASSES
 
@@ -51,7 +43,7 @@ FACTORS = (2.5, 3.0)
 
 
 @dataclass(frozen=True)
-class Case(SequenceCase):
+class Case(benchmark.SequenceCase):
     """A scan as in Mamba's blocks, with D, a bias and softplus: ``time_last:8,2048,2048,16:bfloat16``, batch, channels,
     time and states.
 
@@ -153,11 +145,11 @@ class MambaSsm:
 
     def kernel_call(
         self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
+    ) -> Callable[[], benchmark.Call] | None:
         if self.refusal(case):
             return None
 
-        def make() -> Call:
+        def make() -> benchmark.Call:
             import torch
 
             module: Any = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
@@ -182,7 +174,7 @@ class MambaSsm:
         return make
 
 
-class SelectiveScanBenchmark(Benchmark):
+class SelectiveScanBenchmark(benchmark.Benchmark):
     """Scans of the sizes of Mamba's blocks, each with what it is to take at most."""
 
     case_type, usual = Case, (tuple(MAMBA_SSM), ON_CPU)
@@ -198,7 +190,9 @@ class SelectiveScanBenchmark(Benchmark):
     columns = ("layout", "B, D, T, N~", "dtype")
     backends = (("cuda",), ("auto",))
 
-    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+    def call(
+        self, case: Case, direction: str, backend: Backend, device: torch.device
+    ) -> benchmark.Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.kernels.selective_scan.op import plans
         from scan_registry.kernels.selective_scan.op.arguments import Options, normalised
@@ -214,23 +208,23 @@ class SelectiveScanBenchmark(Benchmark):
         wanted = (*(t is not None for t in inputs), False)
         return lambda: plans.backward(arguments, checkpoints, out_grad, None, options, wanted)
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
         there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
         return (MambaSsm(),) if there and importlib.util.find_spec("selective_scan_cuda") else ()
 
-    def measures(self, results: Results) -> tuple[str, ...]:
+    def measures(self, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measures(results), "target ms>"
 
-    def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
+    def measured(self, timing: benchmark.Timing, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measured(timing, results), self.verdict(timing, results)
 
-    def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
+    def record(self, timing: benchmark.Timing, results: benchmark.Results) -> Mapping[str, Any]:
         return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
 
-    def target_ms(self, timing: Timing, kind: str) -> float | None:
+    def target_ms(self, timing: benchmark.Timing, kind: str) -> float | None:
         """What this package is to take at most, where there is a target: a share of what mamba_ssm takes."""
         times = MAMBA_SSM.get(str(timing.case))
-        if times is None or kind != "cuda" or not timing.who.startswith(OURS):
+        if times is None or kind != "cuda" or not timing.who.startswith(benchmark.OURS):
             return None
         place = PASSES.index(timing.direction)
         return times[place] / FACTORS[place]

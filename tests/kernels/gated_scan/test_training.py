@@ -6,17 +6,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import gated_kernels
 import pytest
 import torch
-from gated_kernels import (
-    BOUNDS,
-    SHAPE,
-    close,
-    drawn,
-    laid,
-    played,
-    results,
-)
 from planning import forget_plans
 from torch import Tensor
 
@@ -30,11 +22,11 @@ from scan_registry.ops.launching import PlanCache
 
 @pytest.fixture(params=["fast", "general"])
 def used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[GatedScanProblem]:
-    return played(monkeypatch, request.param == "fast")
+    return gated_kernels.played(monkeypatch, request.param == "fast")
 
 
 def test_derivatives_of_derivatives(used: list[GatedScanProblem]) -> None:
-    tensors = [t.requires_grad_() for t in drawn("rg_lru", torch.float32)]
+    tensors = [t.requires_grad_() for t in gated_kernels.drawn("rg_lru", torch.float32)]
     wide = [t.detach().double().requires_grad_() for t in tensors]
 
     def second(leaves: list[Tensor]) -> tuple[Tensor, ...]:
@@ -49,13 +41,13 @@ def test_derivatives_of_derivatives(used: list[GatedScanProblem]) -> None:
 
 
 def test_what_a_hook_lays_otherwise(used: list[GatedScanProblem]) -> None:
-    tensors = drawn("min_gru", torch.float32)
+    tensors = gated_kernels.drawn("min_gru", torch.float32)
     wide = [t.double().requires_grad_() for t in tensors[:2]]
-    leaves = [laid(t, "channels").requires_grad_() for t in tensors[:2]]
+    leaves = [gated_kernels.laid(t, "channels").requires_grad_() for t in tensors[:2]]
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
         out = min_gru(*leaves)
     found = torch.autograd.grad(out.sum(), leaves)
-    close([*found], [*torch.autograd.grad(min_gru(*wide).sum(), wide)], torch.float32)
+    gated_kernels.close([*found], [*torch.autograd.grad(min_gru(*wide).sum(), wide)], torch.float32)
 
 
 def test_where_no_kernel_fits_the_composition_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +55,11 @@ def test_where_no_kernel_fits_the_composition_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(plans, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
     forget_plans(monkeypatch, "gated_scan")
-    tensors = drawn("rg_lru", torch.float32)
-    expected = results("rg_lru", tensors, lambda _: "rows", True)
-    close(results("rg_lru", tensors, lambda _: "rows", False), expected, torch.float32)
+    tensors = gated_kernels.drawn("rg_lru", torch.float32)
+    expected = gated_kernels.results("rg_lru", tensors, lambda _: "rows", True)
+    gated_kernels.close(
+        gated_kernels.results("rg_lru", tensors, lambda _: "rows", False), expected, torch.float32
+    )
 
 
 def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +86,7 @@ def test_a_launch_says_how_many_sums_it_makes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(plans, "prepare", prepared)
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
     forget_plans(monkeypatch, "gated_scan")
-    *inputs, a_param, _ = drawn("rg_lru", torch.float32)
+    *inputs, a_param, _ = gated_kernels.drawn("rg_lru", torch.float32)
     a_param.requires_grad_()
     out = gated_scan("rg_lru", *inputs, a_param)
     assert isinstance(out, Tensor)
@@ -105,7 +99,7 @@ def test_plain_calls_are_planned_once(
     used: list[GatedScanProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, backward = forget_plans(monkeypatch, "gated_scan")
-    gate, hidden = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
+    gate, hidden = (torch.randn(gated_kernels.SHAPE, requires_grad=True) for _ in range(2))
     for _ in range(3):
         min_gru(gate, hidden).sum().backward()
     with torch.no_grad():
@@ -119,7 +113,7 @@ def test_what_the_fast_path_leaves_to_others(
     used: list[GatedScanProblem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans, _ = forget_plans(monkeypatch, "gated_scan")
-    gate, hidden = (torch.randn(SHAPE) for _ in range(2))
+    gate, hidden = (torch.randn(gated_kernels.SHAPE) for _ in range(2))
     with pytest.raises(TypeError, match=r"hidden has dtype torch\.float64"):
         min_gru(gate, hidden.double())
     with pytest.raises(ValueError, match="backend is 'fast'"):
@@ -130,14 +124,14 @@ def test_what_the_fast_path_leaves_to_others(
         min_gru(None, hidden)  # type: ignore[call-overload]
     assert not plans
     narrow = torch.rand(8).bfloat16()
-    out = rg_lru(gate, hidden, gate, narrow, cu_seqlens=BOUNDS.int())
+    out = rg_lru(gate, hidden, gate, narrow, cu_seqlens=gated_kernels.BOUNDS.int())
     wide = gate.double(), hidden.double(), gate.double(), narrow.double()
-    assert relative_error(out, rg_lru(*wide, cu_seqlens=BOUNDS)) <= 2e-6
+    assert relative_error(out, rg_lru(*wide, cu_seqlens=gated_kernels.BOUNDS)) <= 2e-6
     assert plans[0] is None
 
 
 def test_training_after_a_change_of_an_input_is_refused(used: list[GatedScanProblem]) -> None:
-    gate, hidden = (torch.randn(SHAPE, requires_grad=True) for _ in range(2))
+    gate, hidden = (torch.randn(gated_kernels.SHAPE, requires_grad=True) for _ in range(2))
     out = min_gru(gate, hidden)
     with torch.no_grad():
         hidden.zero_()
