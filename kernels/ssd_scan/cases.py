@@ -161,6 +161,7 @@ class Trial(cases.Trial):
                 for name in STRIDED[direction]
                 for stride in _strides(tensors[_TENSOR_OF.get(name, name)])
             ),
+            has_z=direction == "forward" and self.inputs["z"] is not None,
             softplus=self.setting.softplus,
             wide_dt=not self.setting.narrow_dt or self.dtype == "float32",
             wide_D=self.setting.skips and self.setting.wide_D,

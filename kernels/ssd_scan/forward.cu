@@ -2,6 +2,8 @@
 //     y_i   = exp(s_i)·S·C_i + Σ_{j≤i} exp(s_i - s_j)·dt_j·(C_i·B_j)·x_j + D·x_i,       out_i = y_i·silu(z_i), or y_i without z
 //     S_end = exp(s_63)·S + Σ_j exp(s_63 - s_j)·dt_j·x_j ⊗ B_j
 //
+// GATED says whether there may be a z, and a D that has a number for each channel and not one for each head.
+//
 // Traffic of a step and head: SIZE elements of x, of z and of out. B and C, which the heads of a group share, come from the L2.
 //
 // A CTA has SIZE channels of one head and walks along its chunks. Four of its warps have the states, four the outputs:
@@ -42,7 +44,9 @@ struct Steps {
     float dt[WARPS][CHUNK];
     float weights[WARPS][CHUNK];  // of what steps add to the state after the chunk
     float decays[WARPS];          // over the chunk
-    float D[SIZE];                // of the CTA's channels
+#if GATED
+    float D[SIZE];  // of the CTA's channels
+#endif
 };
 
 struct Forward {
@@ -51,8 +55,7 @@ struct Forward {
 
     const unsigned stages = shared_address(tile_memory());
     const Tile<SIZE, STATES> kept{stages + STAGES * STAGE};
-    const Tile<CHUNK, SIZE> z_tile{kept.address + kept.BYTES};
-    Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES + z_tile.BYTES);
+    Steps& steps = *reinterpret_cast<Steps*>(tile_memory() + STAGES * STAGE + kept.BYTES);
 
     const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16;
     const Walk walk{sizes, (int(sizes.head_size) + SIZE - 1) / SIZE};
@@ -96,18 +99,21 @@ struct Forward {
     }
 
     __device__ void run_outputs() {
-        load_D();
+        const float skip = load_D();
         int stage = 0;
 #pragma unroll 1
         for (int i = 0; i < chunks; i++, stage = after(stage)) {
             begin_chunk(i, stage);
-            if (args.z.data) load_z(i);
             uint4 weights[CHUNK / 16];
             masked_weights(weights, stage, steps.sums[i % WARPS], steps.dt[i % WARPS]);
             const Tile<CHUNK, SIZE> x_tile = this->x_tile(stage);
             const float* const own_sum = steps.sums[i % WARPS] + row + lane_row();
             const float before0 = fast_exp2(own_sum[0]), before1 = fast_exp2(own_sum[8]);
             float y[SIZE / 8][4];
+#if GATED
+            uint2 z[SIZE / 8];
+            load_z(z, i);
+#endif
             meet_at<THREADS>(STATES_KEPT);
             begin_products();
             multiply<STATES, false>(y, along_k(C_tile(stage)), along_k(kept));
@@ -125,15 +131,15 @@ struct Forward {
 #pragma unroll
                 for (int p = 0; p < SIZE / 8; p++) {
                     const unsigned x0 = load_pair(x_tile.moved(at, 0, 8 * p)), x1 = load_pair(x_tile.moved(at, 8, 8 * p));
-                    const float2 D = *reinterpret_cast<const float2*>(steps.D + 8 * p + lane_column());
+                    const float2 D = D_of(8 * p + lane_column(), skip);
                     y[p][0] += D.x * low_of(x0), y[p][1] += D.y * high_of(x0);
                     y[p][2] += D.x * low_of(x1), y[p][3] += D.y * high_of(x1);
                 }
             }
-            if (args.z.data) {
-                if (args.ungated) store(args.ungated, y, i);
-                gate(y);
-            }
+#if GATED
+            if (args.ungated) store(args.ungated, y, i);
+            if (args.z.data) gate(y, z);
+#endif
             store(args.out, y, i);
         }
     }
@@ -219,40 +225,41 @@ struct Forward {
         }
     }
 
-    // D of the CTA's channels, by the warps that compute outputs, before a barrier.
-    __device__ void load_D() const {
+#if GATED
+    // D of the CTA's channels to shared memory, by the warps that compute outputs, before a barrier.
+    __device__ float load_D() const {
         const int p = threadIdx.x - THREADS / 2;
         const int first = head * (args.D_channel ? int(sizes.head_size) : 1);
         if (args.D && p < SIZE && p < numbers) steps.D[p] = args.D[first + (first_number + p) * int(args.D_channel)];
+        return 0;
     }
+    __device__ float2 D_of(int channel, float) const { return *reinterpret_cast<const float2*>(steps.D + channel); }
 
-    // A lane copies four of the pieces of 16 bytes that its warp's 16 rows of z have.
-    __device__ void load_z(int i) const {
-        const int own = row + lane_row(), piece = lane % 4 * PIECE;
-        const Storage* const from = args.z.at(batch, range.begin + i * CHUNK + own, head) + first_number + piece;
-        const unsigned to = z_tile.at(own, piece);
+    // The lane's pairs of z, for its two rows of y; in registers before the products that y is a sum of.
+    __device__ void load_z(uint2 (&z)[SIZE / 8], int i) const {
+        const int own = row + lane_row();
+        const Storage* const from = args.z.at(batch, range.begin + i * CHUNK + own, head) + first_number + lane_column();
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-#pragma unroll
-            for (int p = 0; p < SIZE; p += 4 * PIECE) {
-                const bool there = own + 8 * k < steps_of(i) && piece + p < numbers;
-                copy_piece(z_tile.moved(to, 8 * k, p), from + 8 * k * args.z.time + p, there ? 16 : 0);
-            }
-        commit_copies();
+        for (int p = 0; p < SIZE / 8; p++) {
+            const bool there = args.z.data && 8 * p + lane_column() < numbers;
+            const unsigned* const pair = reinterpret_cast<const unsigned*>(from + 8 * p);
+            z[p].x = there && own < steps_of(i) ? pair[0] : 0;
+            z[p].y = there && own + 8 < steps_of(i) ? pair[4 * args.z.time] : 0;
+        }
     }
     __device__ static float silu(float x) { return x * sigmoid(x); }
     // y times silu(z).
-    __device__ void gate(float (&y)[SIZE / 8][4]) const {
-        wait_for_copies<0>();
-        __syncwarp();
-        const unsigned at = z_tile.lane_of_sums(row);
+    __device__ static void gate(float (&y)[SIZE / 8][4], const uint2 (&z)[SIZE / 8]) {
 #pragma unroll
         for (int p = 0; p < SIZE / 8; p++) {
-            const unsigned z0 = load_pair(z_tile.moved(at, 0, 8 * p)), z1 = load_pair(z_tile.moved(at, 8, 8 * p));
-            y[p][0] *= silu(low_of(z0)), y[p][1] *= silu(high_of(z0));
-            y[p][2] *= silu(low_of(z1)), y[p][3] *= silu(high_of(z1));
+            y[p][0] *= silu(low_of(z[p].x)), y[p][1] *= silu(high_of(z[p].x));
+            y[p][2] *= silu(low_of(z[p].y)), y[p][3] *= silu(high_of(z[p].y));
         }
     }
+#else
+    __device__ float load_D() const { return args.D ? args.D[head] : 0; }
+    __device__ static float2 D_of(int, float skip) { return make_float2(skip, skip); }
+#endif
 
     // Of four words that each of four neighbouring lanes has, word `lane % 4` of all four lanes.
     __device__ static uint4 transposed(unsigned a, unsigned b, unsigned c, unsigned d) {

@@ -75,6 +75,7 @@ class SSDScanProblem:
     head_size   P
     state_size  N
     strides     in elements, of the tensors that ``STRIDED`` names; zeros without z
+    has_z       whether there is a z, in the direction ``forward``
     softplus    of the step sizes, before the limits ``low`` and ``high``
     wide_dt     whether dt is float32
     wide_D      whether D has a number for each channel
@@ -92,6 +93,7 @@ class SSDScanProblem:
     head_size: int
     state_size: int
     strides: tuple[int, ...]
+    has_z: bool = False
     softplus: bool = False
     wide_dt: bool = False
     wide_D: bool = False
@@ -104,6 +106,11 @@ class SSDScanProblem:
     @property
     def kernel(self) -> str:
         return self.direction
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is what most calls do not have: z, or D of (H, P)."""
+        return self.has_z or self.wide_D
 
     @property
     def slots(self) -> int:

@@ -104,6 +104,8 @@ def _kind_mismatch(variant: Variant, problem: SSDScanProblem) -> str | None:
 def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem) or _size_mismatch(problem):
         return reason
+    if problem.direction == "forward" and problem.gated > variant.number("gated"):
+        return "compiled without z and D of (heads, P)"
     columns = variant.number("states")
     of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
     if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
@@ -147,7 +149,7 @@ def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
 def _constants(variant: Variant) -> dict[str, Static]:
     numbers = {name.upper(): variant.number(name) for name in ("states", "stages")}
     if variant.kernel == "forward":
-        numbers["CTAS"] = 1 if variant.number("states") > 128 else 2
+        numbers |= {"GATED": variant.number("gated"), "CTAS": 1 if numbers["STATES"] > 128 else 2}
     elif variant.kernel != "backward":
         numbers |= {"CTAS": 3, "REVERSE": int(variant.kernel == "adjoint")}
     return {"ELEMENT": variant.text("dtype"), **numbers}
@@ -159,7 +161,8 @@ def _shared(variant: Variant) -> int:
     chunk, kept = 2 * CHUNK * columns, 2 * SIZE * columns
     x = 2 * CHUNK * SIZE
     if variant.kernel == "forward":
-        return stages * (x + 2 * chunk) + kept + x + 4 * (warps * (3 * CHUNK + 1) + SIZE)
+        skips = SIZE * variant.number("gated")
+        return stages * (x + 2 * chunk) + kept + 4 * (warps * (3 * CHUNK + 1) + skips)
     if variant.kernel != "backward":
         return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
     terms = 4 * (13 * CHUNK + warps)
@@ -182,24 +185,25 @@ def _serves(kernel: Direction, statics: Pins, target: Target) -> bool:
 
 
 def _cost(variant: Variant, problem: SSDScanProblem) -> float:
-    """The tile that leaves the least empty; smaller ones where there are few CTAs."""
+    """The tile that leaves the least empty; smaller ones where there are few CTAs; and what is compiled for z only where it
+    has to be."""
     columns = variant.number("states")
     if problem.direction in ("states", "adjoint"):
         few = columns > 64 and _walks(problem, columns) < _FEW_CTAS
         return abs(columns - min(128, problem.state_size)) + (1000 if few else 0)
-    return columns
+    return columns + (variant.number("gated") if problem.direction == "forward" else 0)
 
 
 def _tiles(direction: Direction) -> tuple[Pins, ...]:
-    names = ("states", "stages", "warps")
-    return tuple(
-        tuple(zip(names, (columns, stages, _WARPS[direction]), strict=True))
-        for columns, stages in product(TILES[direction], _STAGES)
-    )
+    choices: dict[str, tuple[int, ...]] = {"states": TILES[direction], "stages": _STAGES}
+    if direction == "forward":
+        choices["gated"] = (0, 1)
+    choices["warps"] = (_WARPS[direction],)
+    return tuple(tuple(zip(choices, tile, strict=True)) for tile in product(*choices.values()))
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """Forwards up to 40 bytes a thread, and in the states before chunks 8 on sm_100, for which a CTA more fits an SM; backwards up
+    """Forwards up to 56 bytes a thread, and in the states before chunks 8 on sm_100, for which a CTA more fits an SM; backwards up
     to 88 bytes where warps multiply alone, as the gradients of B and C fill the registers. Most of it is stored and loaded
     outside of the loops over chunks and heads."""
     return frozenset(

@@ -113,6 +113,7 @@ def make_problem(
         head_size=size,
         state_size=arguments.B.shape[3],
         strides=tuple(strides),
+        has_z=direction == "forward" and arguments.z is not None,
         softplus=options.softplus,
         wide_dt=arguments.dt.dtype != x.dtype or x.dtype not in COMPILED,
         wide_D=arguments.D is not None and arguments.D.dim() == 2,

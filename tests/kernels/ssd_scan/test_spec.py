@@ -1,0 +1,30 @@
+"""Which variants of the ssd_scan kernels take which problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scan_registry.kernels.ssd_scan.problem import DTYPES, SSDScanProblem
+from scan_registry.kernels.ssd_scan.spec import FAMILY
+
+
+def best(problem: SSDScanProblem) -> str:
+    kernel = FAMILY.kernel(problem.direction, "cuda")
+    accepted = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+    return str(min(accepted, key=lambda variant: kernel.cost(variant, problem)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_z_and_wide_D_take_what_is_compiled_for_them(dtype: str) -> None:
+    (plain,) = (
+        s.problem for s in FAMILY.samples if s.dtype == dtype and s.problem.kernel == "forward"
+    )
+    assert isinstance(plain, SSDScanProblem)
+    for states in (64, 128, 256):
+        problem = replace(plain, state_size=states)
+        assert f"states={states}" in best(problem)
+        assert "gated=0" in best(problem)
+        assert "gated=1" in best(replace(problem, has_z=True))
+        assert "gated=1" in best(replace(problem, wide_D=True))
