@@ -18,8 +18,8 @@ __device__ T from_higher(T x, int distance) {
 
 // Of N values that each of N lanes has, whose numbers differ in the bits from FIRST on, the sum over the lanes of one
 // value: of that whose number `transposed_index` gives.
-template <int N, int FIRST>
-__device__ inline float transposed_sum(float (&v)[N]) {
+template <int N, int FIRST, class T>
+__device__ T transposed_sum(T (&v)[N]) {
     const int lane = threadIdx.x % 32;
     int bit = FIRST;
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ inline float transposed_sum(float (&v)[N]) {
         const bool high = lane & bit;
 #pragma unroll
         for (int i = 0; i < width; i++) {
-            const float kept = high ? v[i + width] : v[i], sent = high ? v[i] : v[i + width];
+            const T kept = high ? v[i + width] : v[i], sent = high ? v[i] : v[i + width];
             v[i] = kept + __shfl_xor_sync(~0u, sent, bit);
         }
     }

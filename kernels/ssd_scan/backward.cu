@@ -93,7 +93,8 @@ struct Backward : BackwardChunk {
         if (warp == 0) finish<FIRST>(head(tiles - 1));
     }
 
-    __device__ static float of_quarter(float x) {  // the sum over the four lanes that share rows
+    template <class T>
+    __device__ static T of_quarter(T x) {  // the sum over the four lanes that share rows
         x += __shfl_xor_sync(FULL_WARP, x, 1);
         return x + __shfl_xor_sync(FULL_WARP, x, 2);
     }
@@ -161,8 +162,8 @@ struct Backward : BackwardChunk {
         const unsigned others_at = others.moved(others.lane_of_sums(row), 0, PART * side);
 #pragma unroll
         for (int p = 0; p < PART_TILES; p++) {
-            const unsigned other0 = load_pair(others.moved(others_at, 0, 8 * p));
-            const unsigned other1 = load_pair(others.moved(others_at, 8, 8 * p));
+            const Pair other0 = load_pair(others.moved(others_at, 0, 8 * p));
+            const Pair other1 = load_pair(others.moved(others_at, 8, 8 * p));
             dot0 += numbers[p][0] * low_of(other0) + numbers[p][1] * high_of(other0);
             dot1 += numbers[p][2] * low_of(other1) + numbers[p][3] * high_of(other1);
         }
@@ -181,12 +182,12 @@ struct Backward : BackwardChunk {
             if (lane < PART) of.terms.columns[warp % 4][PART * side + lane] = 0;
             return;
         }
-        const float sum[2] = {of.sums[own], of.sums[own + 8]};
-        float rows[2] = {0, 0}, columns[2 * PART_TILES];
+        const StoredSum sum[2] = {of.sums[own], of.sums[own + 8]};
+        ExactSum rows[2] = {0, 0}, columns[2 * PART_TILES];
 #pragma unroll
         for (int j = 0; j < PART_TILES; j++) {
             const int column = PART * side + 8 * j + lane_column();
-            const float2 sums = *reinterpret_cast<const float2*>(of.sums + column);
+            const TwoSums sums = *reinterpret_cast<const TwoSums*>(of.sums + column);
             const float2 dt = *reinterpret_cast<const float2*>(of.dt + column);
             const int block = PART * side + j / 2 * 16;  // first column of a block of 16 × 16
             float decayed[4];
@@ -203,14 +204,14 @@ struct Backward : BackwardChunk {
                 decayed[k] = decay * scores[j][k];
                 const float term = weight * scores[j][k] * off_diagonal;
                 rows[k / 2] += term;
-                columns[2 * j + k % 2] = k / 2 ? columns[2 * j + k % 2] + term : term;
+                columns[2 * j + k % 2] = k / 2 ? columns[2 * j + k % 2] + term : ExactSum(term);
             }
             store_pair(square.moved(to, 0, 8 * j), decayed[0], decayed[1]);
             store_pair(square.moved(to, 8, 8 * j), decayed[2], decayed[3]);
         }
         rows[0] = of_quarter(rows[0]), rows[1] = of_quarter(rows[1]);
         if (lane % 4 == 0) of.terms.rows[side][own] = rows[0], of.terms.rows[side][own + 8] = rows[1];
-        const float column = transposed_sum<2 * PART_TILES, 4>(columns);
+        const ExactSum column = transposed_sum<2 * PART_TILES, 4>(columns);
         const int number = transposed_index<2 * PART_TILES, 4>();
         of.terms.columns[warp % 4][PART * side + number / 2 * 8 + lane_column() + number % 2] = column;
     }
@@ -218,13 +219,18 @@ struct Backward : BackwardChunk {
     __device__ void multiply_states(const Head& of, const Tiles& from) const {
         float whole = 0;
 #pragma unroll
-        for (int i = 0; i < 2 * SIZE * STATES; i += 16 * THREADS) {
+        for (int i = 0; i < from.states.BYTES; i += 16 * THREADS) {
             const uint4 a = load_piece(from.states.address + 16 * threadIdx.x + i);
             const uint4 b = load_piece(from.adjoints.address + 16 * threadIdx.x + i);
+#if WIDE
+            whole += __uint_as_float(a.x) * __uint_as_float(b.x) + __uint_as_float(a.y) * __uint_as_float(b.y) +
+                     __uint_as_float(a.z) * __uint_as_float(b.z) + __uint_as_float(a.w) * __uint_as_float(b.w);
+#else
             whole += low_of(a.x) * low_of(b.x) + high_of(a.x) * high_of(b.x) + low_of(a.y) * low_of(b.y) +
                      high_of(a.y) * high_of(b.y);
             whole += low_of(a.z) * low_of(b.z) + high_of(a.z) * high_of(b.z) + low_of(a.w) * low_of(b.w) +
                      high_of(a.w) * high_of(b.w);
+#endif
         }
 #pragma unroll
         for (int distance = 16; distance; distance /= 2) whole += __shfl_xor_sync(FULL_WARP, whole, distance);
@@ -246,11 +252,11 @@ struct Backward : BackwardChunk {
 #pragma unroll
         for (int p = 0; p < PART_TILES; p++) {
             const unsigned upper = x.moved(sums_at, 0, 8 * p), lower = upper + 8 * x.ROW;
-            const unsigned x0 = load_pair(x.address + upper), x1 = load_pair(x.address + lower);
+            const Pair x0 = load_pair(x.address + upper), x1 = load_pair(x.address + lower);
             dot0 += u[p][0] * low_of(x0) + u[p][1] * high_of(x0);
             dot1 += u[p][2] * low_of(x1) + u[p][3] * high_of(x1);
             const unsigned others = FIRST ? grad.address : output.address;
-            const unsigned other0 = load_pair(others + upper), other1 = load_pair(others + lower);
+            const Pair other0 = load_pair(others + upper), other1 = load_pair(others + lower);
             float2 scale = make_float2(1, 1);
             if constexpr (FIRST) {
                 const int channel = of.first + first + 8 * p + lane_column();
@@ -269,7 +275,7 @@ struct Backward : BackwardChunk {
         const unsigned lane_output = output.at(stored_row, stored_piece);
 #pragma unroll
         for (int r = 0; r < 16; r += APART)
-            if (has_x_grad(of, r)) *reinterpret_cast<uint4*>(to + r * of_step) = load_piece(lane_output + r * output.ROW);
+            if (has_x_grad(of, r)) *reinterpret_cast<uint4*>(to + r * of_step) = load_piece(output.moved(lane_output, r, 0));
         __syncwarp();
     }
 
@@ -278,13 +284,14 @@ struct Backward : BackwardChunk {
     __device__ void finish(const Head& of) const {
         const int head = first_head + of.number;
         const Terms& of_head = of.terms;
-        float later[2], before[2], inside[2], skip_grad = 0, whole = 0;
+        ExactSum later[2], before[2];
+        float inside[2], skip_grad = 0, whole = 0;
 #pragma unroll
         for (int k = 0; k < 2; k++) {
             const int t = 2 * lane + k;
             later[k] = of_head.begin[0][t] + of_head.begin[1][t];
             if constexpr (FIRST) {
-                const float columns =
+                const ExactSum columns =
                     of_head.columns[0][t] + of_head.columns[1][t] + (of_head.columns[2][t] + of_head.columns[3][t]);
                 later[k] += of_head.rows[0][t] + of_head.rows[1][t] - columns;
                 skip_grad += of_head.diagonal[t];
@@ -295,18 +302,18 @@ struct Backward : BackwardChunk {
 #pragma unroll
         for (int w = 0; w < WARPS; w++) whole += of_head.whole[w];
         // Sums of `later` from a step on, and of `before` up to the step before.
-        float from = later[0] + later[1], through = before[0] + before[1];
+        ExactSum from = later[0] + later[1], through = before[0] + before[1];
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const float higher = from_higher(from, distance), lower = from_lower(through, distance);
+            const ExactSum higher = from_higher(from, distance), lower = from_lower(through, distance);
             if (lane + distance < 32) from += higher;
             if (lane >= distance) through += lower;
         }
-        const float higher = from_higher(from, 1), lower = from_lower(through, 1);
-        const float all = fast_exp2(of.sums[CHUNK - 1]) * whole;
+        const ExactSum higher = from_higher(from, 1), lower = from_lower(through, 1);
+        const float all = fast_exp2(of.sums[CHUNK - 1].value) * whole;
         const float exponent_grads[2] = {
-            (lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all,
-            (lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all,
+            float((lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all),
+            float((lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all),
         };
         const bool again = !FIRST || of.first > 0;  // an earlier pass or tile of this head has stored its terms
         const float A = args.steps.A[head];

@@ -10,12 +10,12 @@ enum : int {
     PART = 64 / SIDES,  // steps or channels that a warp has, of 64
     PART_TILES = PART / 8,
     THREADS = 32 * WARPS,
-    MOST_HEADS = 32,              // of a CTA
+    MOST_HEADS = WIDE ? 16 : 32,  // of a CTA
     WARP_STATES = STATES / SIDES,
     STATE_TILES = WARP_STATES / 8,
-    INPUT = 2 * CHUNK * STATES,   // bytes of B, and of C
-    STAGE = 2 * 2 * SIZE * (CHUNK + STATES),
-    SQUARE = 2 * CHUNK * CHUNK,
+    INPUT = ELEMENT_BYTES * CHUNK * STATES,   // bytes of B, and of C
+    STAGE = ELEMENT_BYTES * 2 * SIZE * (CHUNK + STATES),
+    SQUARE = ELEMENT_BYTES * CHUNK * CHUNK,
 };
 
 struct Arguments {
@@ -33,7 +33,7 @@ struct Arguments {
 
 // Terms that warps compute of a head's steps, for `finish` to sum up.
 struct Terms {
-    float rows[SIDES][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
+    ExactSum rows[SIDES][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
     float diagonal[CHUNK];                        // of X
     float begin[SIDES][CHUNK];                    // exp(s_i)·dy_i·S·C_i
     float end[SIDES][CHUNK];                      // dt_j·w_j·x_j·G·B_j
@@ -51,8 +51,9 @@ struct BackwardChunk {
     const unsigned stages = C.address + INPUT;
     const Tile<CHUNK, CHUNK> square{stages + STAGES * STAGE};
     const Tile<CHUNK, SIZE> output{square.address + SQUARE};
-    float* const all_sums = reinterpret_cast<float*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + 2 * CHUNK * SIZE);
-    float* const all_dt = all_sums + MOST_HEADS * CHUNK;  // (head, step)
+    StoredSum* const all_sums =  // (head, step)
+        reinterpret_cast<StoredSum*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + output.BYTES);
+    float* const all_dt = reinterpret_cast<float*>(all_sums + MOST_HEADS * CHUNK);
     float* const slopes = all_dt + MOST_HEADS * CHUNK;    // derivatives of dt by raw dt + dt_bias
     Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two head tiles, used in turn
 
@@ -83,7 +84,8 @@ struct BackwardChunk {
     // The head tile that is worked on: its steps' sums and dt in shared memory, and its terms.
     struct Head {
         int number, first;  // the head's index in the CTA; the tile's first channel of the head
-        const float *sums, *dt;
+        const StoredSum* sums;
+        const float* dt;
         Terms& terms;
     };
 
@@ -94,8 +96,8 @@ struct BackwardChunk {
         Tile<SIZE, STATES> states, adjoints;
     };
     __device__ Tiles tiles_of(int stage) const {
-        const unsigned x = stages + stage * STAGE, grad = x + 2 * CHUNK * SIZE, states = grad + 2 * CHUNK * SIZE;
-        return {{x}, {grad}, {states}, {states + 2 * SIZE * STATES}};
+        const unsigned x = stages + stage * STAGE, grad = x + output.BYTES, states = grad + output.BYTES;
+        return {{x}, {grad}, {states}, {states + ELEMENT_BYTES * SIZE * STATES}};
     }
     __device__ Head head(int i) const {
         const int h = head_tiles == 1 ? i : i / head_tiles;
@@ -148,16 +150,17 @@ struct BackwardChunk {
         const Storage* const from = x_grad_at(of);
         const unsigned to = output.at(stored_row, stored_piece);
 #pragma unroll
-        for (int r = 0; r < 16; r += APART) copy_piece(to + r * output.ROW, from + r * of_step, has_x_grad(of, r) ? 16 : 0);
+        for (int r = 0; r < 16; r += APART)
+            copy_piece(output.moved(to, r, 0), from + r * of_step, has_x_grad(of, r) ? 16 : 0);
         commit_copies();
     }
 
     // Of the lane's two rows: decays from the chunk's begin and to its end, and step sizes.
     __device__ float2 decays_before(const Head& of) const {
-        return make_float2(fast_exp2(of.sums[own]), fast_exp2(of.sums[own + 8]));
+        return make_float2(fast_exp2(of.sums[own].value), fast_exp2(of.sums[own + 8].value));
     }
     __device__ float2 decays_after(const Head& of) const {
-        const float total = of.sums[CHUNK - 1];
+        const StoredSum total = of.sums[CHUNK - 1];
         return make_float2(fast_exp2(total - of.sums[own]), fast_exp2(total - of.sums[own + 8]));
     }
     __device__ float2 dt_of(const Head& of) const { return make_float2(of.dt[own], of.dt[own + 8]); }
@@ -176,7 +179,7 @@ struct BackwardChunk {
         }
         steps.add_up(args.steps, range.steps, args.steps.A[head], args.steps.bias_of(head));
         const int at = h * CHUNK + 2 * lane;
-        store_float2(all_sums + at, steps.sum[0], steps.sum[1]);
+        *reinterpret_cast<TwoSums*>(all_sums + at) = {stored(steps.sum[0]), stored(steps.sum[1])};
         store_float2(all_dt + at, steps.dt[0], steps.dt[1]);
         store_float2(slopes + at, slope[0], slope[1]);
     }

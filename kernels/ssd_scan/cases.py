@@ -136,7 +136,8 @@ class Trial(cases.Trial):
         groups = there(self.inputs["B"]).shape[2]
         low, high = _limits(self.setting)
         tensors = dict(self.inputs)
-        splits, block = 1, BLOCK if states > SMALL_BLOCK else SMALL_BLOCK
+        large = states > SMALL_BLOCK and self.dtype != "float32"
+        splits, block = 1, BLOCK if large else SMALL_BLOCK
         if not aligned:
             placed = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
             tensors |= {name: _with_gaps(there(tensor)) for name, tensor in placed.items()}

@@ -9,7 +9,7 @@
 // A CTA has SIZE channels of one head and walks along its chunks. Four of its warps have the states, four the outputs:
 //
 //     warps 0 to 3, 16 channels each                 warps 4 to 7, 16 steps i each
-//         states S to shared memory, in 16 bits          C·Bᵀ, and its decays and step sizes, masked
+//         states S to shared memory, rounded             C·Bᵀ, and its decays and step sizes, masked
 //         ------------------------- the states are there -------------------------
 //         S_end: xᵀ, scaled in registers, times B        C·Sᵀ, its rows scaled, and the masked C·Bᵀ times x; gate
 //
@@ -22,7 +22,7 @@ enum : int {
     CHUNK = 64,
     WARPS = 8,
     THREADS = 32 * WARPS,
-    STAGE = 2 * CHUNK * (SIZE + 2 * STATES),
+    STAGE = ELEMENT_BYTES * CHUNK * (SIZE + 2 * STATES),
     STATES_KEPT = 1,  // a barrier
 };
 
@@ -40,7 +40,7 @@ struct Arguments {
 
 // The steps of eight chunks.
 struct Steps {
-    float sums[WARPS][CHUNK];     // of the decays' logarithms
+    StoredSum sums[WARPS][CHUNK];
     float dt[WARPS][CHUNK];
     float weights[WARPS][CHUNK];  // of what steps add to the state after the chunk
     float decays[WARPS];          // over the chunk
@@ -104,14 +104,14 @@ struct Forward {
 #pragma unroll 1
         for (int i = 0; i < chunks; i++, stage = after(stage)) {
             begin_chunk(i, stage);
-            uint4 weights[CHUNK / 16];
+            Fragment weights[CHUNK / 16];
             masked_weights(weights, stage, steps.sums[i % WARPS], steps.dt[i % WARPS]);
             const Tile<CHUNK, SIZE> x_tile = this->x_tile(stage);
-            const float* const own_sum = steps.sums[i % WARPS] + row + lane_row();
-            const float before0 = fast_exp2(own_sum[0]), before1 = fast_exp2(own_sum[8]);
+            const StoredSum* const own_sum = steps.sums[i % WARPS] + row + lane_row();
+            const float before0 = fast_exp2(own_sum[0].value), before1 = fast_exp2(own_sum[8].value);
             float y[SIZE / 8][4];
 #if GATED
-            uint2 z[SIZE / 8];
+            Pair z[SIZE / 8][2];
             load_z(z, i);
 #endif
             meet_at<THREADS>(STATES_KEPT);
@@ -130,7 +130,7 @@ struct Forward {
                 const unsigned at = x_tile.lane_of_sums(row);
 #pragma unroll
                 for (int p = 0; p < SIZE / 8; p++) {
-                    const unsigned x0 = load_pair(x_tile.moved(at, 0, 8 * p)), x1 = load_pair(x_tile.moved(at, 8, 8 * p));
+                    const Pair x0 = load_pair(x_tile.moved(at, 0, 8 * p)), x1 = load_pair(x_tile.moved(at, 8, 8 * p));
                     const float2 D = D_of(8 * p + lane_column(), skip);
                     y[p][0] += D.x * low_of(x0), y[p][1] += D.y * high_of(x0);
                     y[p][2] += D.x * low_of(x1), y[p][3] += D.y * high_of(x1);
@@ -145,8 +145,8 @@ struct Forward {
     }
 
     __device__ Tile<CHUNK, SIZE> x_tile(int stage) const { return {stages + stage * STAGE}; }
-    __device__ Tile<CHUNK, STATES> B_tile(int stage) const { return {stages + stage * STAGE + 2 * CHUNK * SIZE}; }
-    __device__ Tile<CHUNK, STATES> C_tile(int stage) const { return {B_tile(stage).address + 2 * CHUNK * STATES}; }
+    __device__ Tile<CHUNK, STATES> B_tile(int stage) const { return {x_tile(stage).address + x_tile(stage).BYTES}; }
+    __device__ Tile<CHUNK, STATES> C_tile(int stage) const { return {B_tile(stage).address + B_tile(stage).BYTES}; }
     __device__ static int after(int stage) { return stage + 1 == STAGES ? 0 : stage + 1; }
     __device__ int steps_of(int i) const { return i < chunks ? smaller(range.end - range.begin - i * CHUNK, CHUNK) : 0; }
 
@@ -178,32 +178,33 @@ struct Forward {
         next_steps.add_up(args.steps, steps_of(i + warp), args.steps.A[head], args.steps.bias_of(head));
         float weights[2];
 #pragma unroll
-        for (int k = 0; k < 2; k++) weights[k] = next_steps.dt[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
-        store_float2(steps.sums[warp] + 2 * lane, next_steps.sum[0], next_steps.sum[1]);
+        for (int k = 0; k < 2; k++) weights[k] = next_steps.dt[k] * fast_exp2(float(next_steps.total - next_steps.sum[k]));
+        reinterpret_cast<TwoSums*>(steps.sums[warp])[lane] = {stored(next_steps.sum[0]), stored(next_steps.sum[1])};
         store_float2(steps.dt[warp] + 2 * lane, next_steps.dt[0], next_steps.dt[1]);
         store_float2(steps.weights[warp] + 2 * lane, weights[0], weights[1]);
-        if (lane == 0) steps.decays[warp] = fast_exp2(next_steps.total);
+        if (lane == 0) steps.decays[warp] = fast_exp2(float(next_steps.total));
         const int next = i + WARPS + warp;
         next_steps.load(args.steps, batch, range.begin, range.begin + next * CHUNK, steps_of(next), head);
     }
 
     // exp(s_i - s_j)·dt_j·(C_i·B_j) of a warp's steps i, as the left operand of a product with x.
-    __device__ void masked_weights(uint4 (&weights)[CHUNK / 16], int stage, const float* sums, const float* all_dt) const {
+    __device__ void masked_weights(Fragment (&weights)[CHUNK / 16], int stage, const StoredSum* sums,
+                                   const float* all_dt) const {
         float scores[CHUNK / 8][4];
         begin_products();
         multiply<STATES, false>(scores, along_k(C_tile(stage)), along_k(B_tile(stage)));
         close_products();
         wait_for_products<0>(scores);
-        const float sum0 = sums[row + lane_row()], sum1 = sums[row + lane_row() + 8];
+        const StoredSum sum0 = sums[row + lane_row()], sum1 = sums[row + lane_row() + 8];
 #pragma unroll
         for (int j = 0; j < CHUNK; j += 16) {
-            weights[j / 16] = make_uint4(0, 0, 0, 0);
+            weights[j / 16] = {};
             if (j > row) continue;
             float m[2][4];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int column = j + 8 * half + lane_column();
-                const float2 sum = *reinterpret_cast<const float2*>(sums + column);
+                const TwoSums sum = *reinterpret_cast<const TwoSums*>(sums + column);
                 const float2 dt = *reinterpret_cast<const float2*>(all_dt + column);
                 const float (&score)[4] = scores[j / 8 + half];
                 m[half][0] = score[0] * (fast_exp2(sum0 - sum.x) * dt.x);
@@ -219,9 +220,7 @@ struct Forward {
                     m[1][2 + k] = in ? m[1][2 + k] : 0;
                 }
             }
-            weights[j / 16] =
-                make_uint4(Element::narrow_two(m[0][0], m[0][1]), Element::narrow_two(m[0][2], m[0][3]),
-                           Element::narrow_two(m[1][0], m[1][1]), Element::narrow_two(m[1][2], m[1][3]));
+            weights[j / 16] = fragment_of(m[0], m[1]);
         }
     }
 
@@ -236,24 +235,24 @@ struct Forward {
     __device__ float2 D_of(int channel, float) const { return *reinterpret_cast<const float2*>(steps.D + channel); }
 
     // The lane's pairs of z, for its two rows of y; in registers before the products that y is a sum of.
-    __device__ void load_z(uint2 (&z)[SIZE / 8], int i) const {
+    __device__ void load_z(Pair (&z)[SIZE / 8][2], int i) const {
         const int own = row + lane_row();
         const Storage* const from = args.z.at(batch, range.begin + i * CHUNK + own, head) + first_number + lane_column();
 #pragma unroll
         for (int p = 0; p < SIZE / 8; p++) {
             const bool there = args.z.data && 8 * p + lane_column() < numbers;
-            const unsigned* const pair = reinterpret_cast<const unsigned*>(from + 8 * p);
-            z[p].x = there && own < steps_of(i) ? pair[0] : 0;
-            z[p].y = there && own + 8 < steps_of(i) ? pair[4 * args.z.time] : 0;
+            const Pair* const pair = reinterpret_cast<const Pair*>(from + 8 * p);
+            z[p][0] = there && own < steps_of(i) ? pair[0] : Pair{};
+            z[p][1] = there && own + 8 < steps_of(i) ? pair[4 * args.z.time] : Pair{};
         }
     }
     __device__ static float silu(float x) { return x * sigmoid(x); }
     // y times silu(z).
-    __device__ static void gate(float (&y)[SIZE / 8][4], const uint2 (&z)[SIZE / 8]) {
+    __device__ static void gate(float (&y)[SIZE / 8][4], const Pair (&z)[SIZE / 8][2]) {
 #pragma unroll
         for (int p = 0; p < SIZE / 8; p++) {
-            y[p][0] *= silu(low_of(z[p].x)), y[p][1] *= silu(high_of(z[p].x));
-            y[p][2] *= silu(low_of(z[p].y)), y[p][3] *= silu(high_of(z[p].y));
+            y[p][0] *= silu(low_of(z[p][0])), y[p][1] *= silu(high_of(z[p][0]));
+            y[p][2] *= silu(low_of(z[p][1])), y[p][3] *= silu(high_of(z[p][1]));
         }
     }
 #else
@@ -261,6 +260,20 @@ struct Forward {
     __device__ static float2 D_of(int, float skip) { return make_float2(skip, skip); }
 #endif
 
+#if WIDE
+    // Four lanes store 32 bytes of a row.
+    __device__ void store(Storage* out, const float (&y)[SIZE / 8][4], int i) const {
+        const int own = row + lane_row();
+        const i64 step = i64(batch) * sizes.time + range.begin + i * CHUNK + own, of_step = sizes.heads * sizes.head_size;
+        Storage* const to = out + step * of_step + head * sizes.head_size + first_number + lane_column();
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int p = 0; p < SIZE / 8; p++)
+                if (own + 8 * k < steps_of(i) && 8 * p + lane_column() < numbers)
+                    *reinterpret_cast<Pair*>(to + 8 * k * of_step + 8 * p) = pair_of(y[p][2 * k], y[p][2 * k + 1]);
+    }
+#else
     // Of four words that each of four neighbouring lanes has, word `lane % 4` of all four lanes.
     __device__ static uint4 transposed(unsigned a, unsigned b, unsigned c, unsigned d) {
         const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
@@ -282,12 +295,13 @@ struct Forward {
             for (int p = 0; p < SIZE / 8; p += 4) {
                 unsigned words[4];
 #pragma unroll
-                for (int q = 0; q < 4; q++) words[q] = Element::narrow_two(y[p + q][2 * k], y[p + q][2 * k + 1]);
+                for (int q = 0; q < 4; q++) words[q] = pair_of(y[p + q][2 * k], y[p + q][2 * k + 1]);
                 const uint4 values = transposed(words[0], words[1], words[2], words[3]);
                 if (own + 8 * k < steps_of(i) && piece + 8 * p < numbers)
                     *reinterpret_cast<uint4*>(to + 8 * k * of_step + 8 * p) = values;
             }
     }
+#endif
 
     // The CTA's states of the sequence, in a tensor of float32 or null.
     template <class T>

@@ -36,11 +36,11 @@ from scan_registry.base.frozen import dataclass
 Direction = Literal["forward", "states", "adjoint", "backward"]
 
 #: The dtypes that kernels are built for.
-DTYPES = ("bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 #: A forward pass runs the first one, a backward pass the others.
 DIRECTIONS: tuple[Direction, ...] = ("forward", "states", "adjoint", "backward")
-#: Steps of a chunk; numbers of a head that a tile has; and the heads that a CTA of the backward pass has memory for.
-CHUNK, SIZE, MOST_HEADS = 64, 64, 32
+#: Steps of a chunk, and numbers of a head that a tile has.
+CHUNK, SIZE = 64, 64
 #: States of a tile of the backward pass, where shared memory allows and where it does not.
 BLOCK, SMALL_BLOCK = 128, 64
 #: The largest head and the most states, and what both are multiples of, as rows are moved by 16 bytes.
@@ -56,6 +56,11 @@ STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
     "adjoint": {"dt": _HEADS, "C": _GROUPS, "grad": _HEADS},
     "backward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS, "grad": _HEADS},
 }
+
+
+def most_heads(dtype: str) -> int:
+    """The heads that a CTA of the backward pass has memory for."""
+    return 16 if dtype == "float32" else 32
 
 
 def stride_names(direction: Direction) -> tuple[str, ...]:

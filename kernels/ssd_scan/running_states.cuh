@@ -19,14 +19,22 @@ struct RunningStates {
                 for (int k = 0; k < 4; k++) sums[block][n][k] *= decay;
         const auto left = across_k(x);
         const unsigned left_lane = left.lane_of_A(row);
-        uint4 lefts[4];
-#pragma unroll
-        for (int t = 0; t < 64; t += 16) {
+        const auto load_left = [&](int t) {
             const float2 first = *reinterpret_cast<const float2*>(weights + t + lane_column());
             const float2 second = *reinterpret_cast<const float2*>(weights + t + 8 + lane_column());
-            uint4& a = lefts[t / 16] = left.load_A(left_lane, t);
-            a.x = scaled(a.x, first), a.y = scaled(a.y, first), a.z = scaled(a.z, second), a.w = scaled(a.w, second);
+            return scaled(left.load_A(left_lane, t), first, second);
+        };
+#if WIDE
+#pragma unroll 1
+        for (int t = 0; t < 64; t += 16) {  // what is unrolled stays in the instruction cache
+            const Fragment a = load_left(t);
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) multiply_registers(sums[block], a, across_k(B, 64 * block), t);
         }
+#else
+        Fragment lefts[4];
+#pragma unroll
+        for (int t = 0; t < 64; t += 16) lefts[t / 16] = load_left(t);
         begin_products();
 #pragma unroll
         for (int t = 0; t < 64; t += 16)
@@ -36,9 +44,10 @@ struct RunningStates {
         close_products();
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) wait_for_products<0>(sums[block]);
+#endif
     }
 
-    // To shared memory, in 16 bits.
+    // To shared memory, in the elements' type.
     __device__ void keep(Tile<SIZE, COLUMNS> to, int row) const {
         const unsigned at = to.lane_of_sums(row);
 #pragma unroll

@@ -14,13 +14,21 @@ __device__ inline void copy_piece(unsigned to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-__device__ inline unsigned load_pair(unsigned address) {
-    unsigned pair;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(address) : "memory");
-    return pair;
+__device__ inline unsigned load_word(unsigned address) {
+    unsigned word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
+    return word;
+}
+__device__ inline uint2 load_two_words(unsigned address) {
+    uint2 words;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words.x), "=r"(words.y) : "r"(address) : "memory");
+    return words;
 }
 __device__ inline void store_word(unsigned address, unsigned word) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+__device__ inline void store_two_words(unsigned address, uint2 words) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(words.x), "r"(words.y) : "memory");
 }
 __device__ inline uint4 load_piece(unsigned address) {
     uint4 m;

@@ -2,7 +2,9 @@
 
 ``forward.cu``, ``states.cu`` and ``backward.cu`` have the algorithms; ``problem.py`` the tensors. ``states.cu`` is compiled twice: forwards
 in time, for the states before chunks, and with REVERSE backwards, for the gradients of the states after them. The code for sm_90
-multiplies by warpgroups, which later GPUs cannot; the same source multiplies by warps for the others.
+multiplies 16-bit elements by warpgroups, which later GPUs cannot; the same source multiplies by warps for the others. float32 is
+multiplied by warps everywhere, as TF32 in three products (``wide_products.cuh``), and takes shared memory that not all GPUs have: the
+forward pass with up to 64 states takes 73 KB, with up to 128 120 KB and with more 216 KB, and the backward pass 152 KB.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from scan_registry.kernels.ssd_scan.problem import (
     CHUNK,
     DIRECTIONS,
     DTYPES,
-    MOST_HEADS,
     MOST_SIZE,
     MOST_STATES,
     MOST_STRIDE,
@@ -40,6 +41,7 @@ from scan_registry.kernels.ssd_scan.problem import (
     STRIDED,
     Direction,
     SSDScanProblem,
+    most_heads,
     stride_names,
 )
 
@@ -52,6 +54,8 @@ TILES: dict[Direction, tuple[int, ...]] = {
     "adjoint": (64, 128),
     "backward": (SMALL_BLOCK, BLOCK),
 }
+#: Those of float32, which takes twice the memory. Its forward pass is compiled for z alone, and states with two stages.
+_WIDE_TILES = TILES | {"states": (64,), "adjoint": (64,), "backward": (SMALL_BLOCK,)}
 _WARPS: dict[Direction, int] = {"forward": 8, "states": 4, "adjoint": 4, "backward": 8}
 #: Chunks or heads that are in shared memory at once.
 _STAGES = (1, 2)
@@ -123,8 +127,9 @@ def _size_mismatch(problem: SSDScanProblem) -> str | None:
         return f"{problem.time} steps; they are counted in 32 bits"
     if any(abs(stride) >= MOST_STRIDE for stride in problem.short_strides):
         return f"a stride of steps, heads or groups from {MOST_STRIDE} elements on"
-    if problem.direction == "backward" and problem.split_heads > MOST_HEADS:
-        return f"{problem.split_heads} heads of a CTA; it has memory for {MOST_HEADS}"
+    most = most_heads(problem.dtype)
+    if problem.direction == "backward" and problem.split_heads > most:
+        return f"{problem.split_heads} heads of a CTA; it has memory for {most}"
     return None
 
 
@@ -146,28 +151,36 @@ def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
     return Launch(_grid(variant, problem), {name: known[name] for name in integers})
 
 
+def _wide(variant: Variant) -> bool:
+    return variant.text("dtype") == "float32"
+
+
 def _constants(variant: Variant) -> dict[str, Static]:
-    numbers = {name.upper(): variant.number(name) for name in ("states", "stages")}
+    numbers, wide = (
+        {name.upper(): variant.number(name) for name in ("states", "stages")},
+        _wide(variant),
+    )
     if variant.kernel == "forward":
-        numbers |= {"GATED": variant.number("gated"), "CTAS": 1 if numbers["STATES"] > 128 else 2}
+        one = wide or numbers["STATES"] > 128
+        numbers |= {"GATED": variant.number("gated"), "CTAS": 1 if one else 2}
     elif variant.kernel != "backward":
-        numbers |= {"CTAS": 3, "REVERSE": int(variant.kernel == "adjoint")}
+        numbers |= {"CTAS": 2 if wide else 3, "REVERSE": int(variant.kernel == "adjoint")}
     return {"ELEMENT": variant.text("dtype"), **numbers}
 
 
 def _shared(variant: Variant) -> int:
-    """Bytes of dynamic shared memory: the tiles, in 16 bits, and float32 for each step."""
+    """Bytes of dynamic shared memory: the tiles, and float32 for each step, of which float32's sums take two."""
     columns, stages, warps = (variant.number(name) for name in ("states", "stages", "warps"))
-    chunk, kept = 2 * CHUNK * columns, 2 * SIZE * columns
-    x = 2 * CHUNK * SIZE
+    size, of_steps = (4, 4) if _wide(variant) else (2, 3)
+    chunk, kept, x = size * CHUNK * columns, size * SIZE * columns, size * CHUNK * SIZE
     if variant.kernel == "forward":
         skips = SIZE * variant.number("gated")
-        return stages * (x + 2 * chunk) + kept + 4 * (warps * (3 * CHUNK + 1) + skips)
+        return stages * (x + 2 * chunk) + kept + 4 * (warps * (of_steps * CHUNK + 1) + skips)
     if variant.kernel != "backward":
         return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
-    terms = 4 * (13 * CHUNK + warps)
-    of_heads = 4 * 3 * MOST_HEADS * CHUNK
-    return 2 * chunk + stages * 2 * (x + kept) + 2 * CHUNK * CHUNK + x + of_heads + 2 * terms
+    terms = 4 * ((19 if _wide(variant) else 13) * CHUNK + warps)
+    of_heads = 4 * of_steps * most_heads(variant.text("dtype")) * CHUNK
+    return 2 * chunk + stages * 2 * (x + kept) + size * CHUNK * CHUNK + x + of_heads + 2 * terms
 
 
 def _fits(kernel: Direction, statics: Pins, target: Target) -> bool:
@@ -194,32 +207,38 @@ def _cost(variant: Variant, problem: SSDScanProblem) -> float:
     return columns + (variant.number("gated") if problem.direction == "forward" else 0)
 
 
-def _tiles(direction: Direction) -> tuple[Pins, ...]:
-    choices: dict[str, tuple[int, ...]] = {"states": TILES[direction], "stages": _STAGES}
+def _tiles(direction: Direction, dtype: str) -> tuple[Pins, ...]:
+    wide = dtype == "float32"
+    columns = (_WIDE_TILES if wide else TILES)[direction]
+    stages = (2,) if wide and direction in ("states", "adjoint") else _STAGES
+    choices: dict[str, tuple[int, ...]] = {"states": columns, "stages": stages}
     if direction == "forward":
-        choices["gated"] = (0, 1)
+        choices["gated"] = (1,) if wide else (0, 1)
     choices["warps"] = (_WARPS[direction],)
     return tuple(tuple(zip(choices, tile, strict=True)) for tile in product(*choices.values()))
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """Forwards up to 56 bytes a thread, and in the states before chunks 8 on sm_100, for which a CTA more fits an SM; backwards up
-    to 88 bytes where warps multiply alone, as the gradients of B and C fill the registers. Most of it is stored and loaded
-    outside of the loops over chunks and heads."""
+    """Forwards up to 56 bytes a thread, in float32 84, and in the states before chunks 8 on sm_100, for which a CTA more fits an
+    SM; backwards up to 88 bytes where warps multiply alone, as the gradients of B and C fill the registers. Most of it is stored
+    and loaded outside of the loops over chunks and heads."""
     return frozenset(
         Variant(FAMILY_NAME, direction, "cuda", (("dtype", dtype), *tile))
-        for dtype, tile in product(DTYPES, _tiles(direction))
+        for dtype in DTYPES
+        for tile in _tiles(direction, dtype)
     )
 
 
 def _kernel(direction: Direction) -> Kernel:
-    tiles = _tiles(direction)
     return Kernel(
         family=FAMILY_NAME,
         name=direction,
         language="cuda",
         parameters=parameters(direction),
-        defaults=Space(tuple((("dtype", dtype),) for dtype in DTYPES), lambda kind: tiles),
+        defaults=Space(
+            tuple((("dtype", dtype),) for dtype in DTYPES),
+            lambda kind: _tiles(direction, str(dict(kind)["dtype"])),
+        ),
         code=Code(
             source=_SOURCES.get(direction, f"{direction}.cu"),
             entry=f"{FAMILY_NAME}_{direction}",
@@ -253,6 +272,7 @@ def _sample(direction: Direction, dtype: str) -> Sample:
         state_size=states,
         strides=tuple(stride for name in STRIDED[direction] for stride in strides_of[name]),
         softplus=True,
+        splits=heads // most_heads(dtype),
         block=SMALL_BLOCK,
     )
     return Sample(problem, dtype, "aligned")

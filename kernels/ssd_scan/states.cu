@@ -11,7 +11,7 @@
 // chunk:
 //
 //     load    x and B, STAGES - 1 chunks ahead
-//     keep    the state, in 16 bits
+//     keep    the state, in the elements' type
 //     add     what the chunk adds, on tensor cores: xᵀ, scaled in registers, times B
 //
 // Every four chunks each warp computes what the steps of one of the next four are scaled by.
@@ -21,7 +21,7 @@ enum : int {
     CHUNK = 64,
     WARPS = 4,
     THREADS = 32 * WARPS,
-    STAGE = 2 * CHUNK * (SIZE + STATES),
+    STAGE = ELEMENT_BYTES * CHUNK * (SIZE + STATES),
 };
 
 struct Arguments {
@@ -106,7 +106,7 @@ struct States {
             const unsigned to = stages + stage * STAGE;
             const int first = chunk(i) * CHUNK;
             x.copy({to}, i64(first) * args.x.time, steps_of(i));
-            B.copy({to + 2 * CHUNK * SIZE}, i64(first) * args.B.time, steps_of(i));
+            B.copy({to + ELEMENT_BYTES * CHUNK * SIZE}, i64(first) * args.B.time, steps_of(i));
         }
         commit_copies();
     }
@@ -117,10 +117,10 @@ struct States {
         float weights[2];
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            weights[k] = REVERSE ? fast_exp2(next_steps.sum[k])
-                                 : next_steps.dt[k] * fast_exp2(next_steps.total - next_steps.sum[k]);
+            weights[k] = REVERSE ? fast_exp2(float(next_steps.sum[k]))
+                                 : next_steps.dt[k] * fast_exp2(float(next_steps.total - next_steps.sum[k]));
         store_float2(all_weights + warp * CHUNK + 2 * lane, weights[0], weights[1]);
-        if (lane == 0) decays[warp] = fast_exp2(next_steps.total);
+        if (lane == 0) decays[warp] = fast_exp2(float(next_steps.total));
         const int next = i + WARPS + warp;
         next_steps.load(args.steps, batch, range.begin, begin_of(next), steps_of(next), head);
     }

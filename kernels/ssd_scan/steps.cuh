@@ -66,6 +66,28 @@ struct StepInputs {
     __device__ float limited(float dt) const { return dt < low ? low : dt > high ? high : dt; }  // keeps NaN
 };
 
+// A sum of the base-2 logarithms of decays, as it is stored. Differences of sums are exponents, and float32's results are as exact as
+// these, so its sums have an error term. ExactSum is what sums are computed in that nearly cancel in differences.
+#if WIDE
+using ExactSum = double;
+struct alignas(8) StoredSum {
+    float value, error;
+};
+__device__ inline StoredSum stored(ExactSum sum) { return {float(sum), float(sum - float(sum))}; }
+__device__ inline float operator-(StoredSum a, StoredSum b) { return a.value - b.value + (a.error - b.error); }
+#else
+using ExactSum = float;
+struct StoredSum {
+    float value;
+};
+__device__ inline StoredSum stored(ExactSum sum) { return {sum}; }
+__device__ inline float operator-(StoredSum a, StoredSum b) { return a.value - b.value; }
+#endif
+// Those of a step and the next.
+struct alignas(2 * sizeof(StoredSum)) TwoSums {
+    StoredSum x, y;
+};
+
 // Stands for log2(0), the decay at a step where another sequence starts: exp2 of it is 0 in float32.
 #define LOG_NOTHING -200.f
 
@@ -73,7 +95,8 @@ struct StepInputs {
 // the decay from step j to step i is exp2(sum_i - sum_j).
 template <int N>
 struct LaneSteps {
-    float dt[N], sum[N], total;
+    float dt[N];
+    ExactSum sum[N], total;
     unsigned bits[N];
     bool starts[N];
 
@@ -94,16 +117,16 @@ struct LaneSteps {
         for (int k = 0; k < N; k++) {
             const float limited = inputs.limited(inputs.unlimited(inputs.value(bits[k]) + bias));
             dt[k] = N * lane + k < steps ? limited : 0;
-            sum[k] = starts[k] ? LOG_NOTHING : dt[k] * A * LOG2_E;
+            sum[k] = starts[k] ? LOG_NOTHING : ExactSum(dt[k]) * A * ExactSum(1.4426950408889634);
             if (k) sum[k] += sum[k - 1];
         }
-        float through = sum[N - 1];
+        ExactSum through = sum[N - 1];
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
-            const float before = from_lower(through, distance);
+            const ExactSum before = from_lower(through, distance);
             if (lane >= distance) through += before;
         }
-        const float before = from_lower(through, 1);
+        const ExactSum before = from_lower(through, 1);
 #pragma unroll
         for (int k = 0; k + 1 < N; k++) sum[k] += lane ? before : 0;
         sum[N - 1] = through;

@@ -1,6 +1,6 @@
 // What the kernels of the family share: element types, tensors and sizes.
 //
-// The build defines ELEMENT (bfloat16, float16), STATES, the columns of a tile of B, C and states, STAGES, the chunks or head tiles
+// The build defines ELEMENT (bfloat16, float16, float32), STATES, the columns of a tile of B, C and states, STAGES, the chunks or head tiles
 // that shared memory has at once, and for some kernels CTAS, those of an SM, and REVERSE.
 #pragma once
 #include "../common/activations.cuh"
@@ -10,9 +10,18 @@
 using Element = ELEMENT;
 using Storage = Element::Storage;
 
+// WIDE: whether elements have 32 bits; a macro, since ELEMENT is one, too.
+#define bfloat16_IS_WIDE 0
+#define float16_IS_WIDE 0
+#define float32_IS_WIDE 1
+#define JOINED(a, b) a##b
+#define OF_ELEMENT(element, suffix) JOINED(element, suffix)
+#define WIDE OF_ELEMENT(ELEMENT, _IS_WIDE)
+
 enum : int {
-    SIZE = 64,   // channels of a head that a tile has; a larger head has several tiles
-    PIECE = 8,   // elements in 16 bytes
+    SIZE = 64,  // channels of a head that a tile has; a larger head has several tiles
+    ELEMENT_BYTES = sizeof(Storage),
+    PIECE = 16 / ELEMENT_BYTES,  // elements in 16 bytes
 };
 // Bits of the argument `flags`.
 enum : i64 { SOFTPLUS = 1, WIDE_STEPS = 2 };

@@ -257,7 +257,8 @@ def _is_left(device: Device, family: Family, sample: Sample, backend: Backend) -
     """Whether no wheel for the device holds what solves the sample, so that only a compiler can help."""
     targets = targets_of(device)
     return device.capability >= OLDEST and not any(
-        holds(target, family, sample.problem, backend) for target in targets
+        holds(target, family, sample.problem, backend, device.shared_memory_per_block)
+        for target in targets
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from scan_registry.dispatch.candidates import Backend
@@ -27,8 +28,15 @@ def targets_of(device: Device) -> Iterator[Target]:
         yield own
 
 
-def holds(target: Target, family: Family, problem: Problem, backend: Backend) -> bool:
-    """Whether a wheel for this architecture holds what solves the problem, in the language, or with ``auto`` in any."""
+def holds(
+    target: Target,
+    family: Family,
+    problem: Problem,
+    backend: Backend,
+    shared_memory: float = math.inf,
+) -> bool:
+    """Whether a wheel for this architecture holds what solves the problem, in the language, or with ``auto`` in any, and with at most
+    so much shared memory for a CTA."""
     for kernel in family.kernels:
         if kernel.name != problem.kernel or backend not in ("auto", kernel.language):
             continue
@@ -37,6 +45,7 @@ def holds(target: Target, family: Family, problem: Problem, backend: Backend) ->
             rules.serves(variant.statics, target)
             and rules.ships(variant.statics, target)
             and rules.accepts(variant, problem) is None
+            and kernel.code.shared(variant) <= shared_memory
             for variant in kernel.held(problem.dtype, target)
         ):
             return True

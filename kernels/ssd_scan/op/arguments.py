@@ -17,9 +17,9 @@ from scan_registry.ops.values import as_int32
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 #: Dtypes of ``x`` that kernels are built for.
-COMPILED = (torch.bfloat16, torch.float16)
-#: Dtypes that are composed of torch's matrix products, too.
-ACCEPTED = (torch.float32, *COMPILED, torch.float64)
+COMPILED = (torch.float32, torch.bfloat16, torch.float16)
+#: Those that run in torch's matrix products, too.
+ACCEPTED = (*COMPILED, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
 
 

@@ -1,6 +1,6 @@
 """``ssd_scan`` in its chunked form, composed of torch's matrix products.
 
-This runs what no kernel takes: float32 and float64, the CPU, derivatives of derivatives, forward mode and ``torch.func``. A chunk
+This runs what no kernel takes: float64, the CPU, derivatives of derivatives, forward mode and ``torch.func``. A chunk
 of a sequence is some products of matrices: C·Bᵀ with the decay from step to step, times δ·x; C times the state before the chunk;
 and the chunk's own part of the state after it. A loop over the chunks hands the states on. Decays are exponents of differences of
 cumulative sums, taken in float64, since a difference may be far smaller than the sums.

@@ -108,11 +108,13 @@ def ssd_scan(
     Returns:
         The output, with the shape and dtype of ``x``; with ``return_final_state`` also the final state, of the shape of
         ``initial_state`` and in float32. In float64 all is float64. Differentiable in all tensors, any number of times and in
-        both modes. On a GPU, bfloat16 and float16 run in kernels, forwards and in the first derivative, if P is at most 128, N
-        at most 256, and both are multiples of 8; all else is composed of torch's matrix products, chunk by chunk, with
-        states in float32. GPUs with less than 119 KB of shared memory for a CTA have no kernel for more than 128 states
-        forwards. Kernels apply ``D`` and ``z`` in float32, and round the output once. For the gradient of ``z`` they keep
-        s[t]·C[t] + D·x[t] in the dtype of ``x``.
+        both modes. On a GPU, float32, bfloat16 and float16 run in kernels, forwards and in the first derivative, if P is at
+        most 128, N at most 256, and both are multiples of 8; all else is composed of torch's matrix products, chunk by chunk,
+        with states in float32. So is what takes more shared memory than a CTA of the GPU can have: forwards 111 KB for more
+        than 128 states, and in float32 121 KB for more than 64 and 217 KB for more than 128; backwards in float32 154 KB.
+        Kernels apply ``D`` and ``z`` in float32, and round the output once. For the gradient of ``z`` they keep
+        s[t]·C[t] + D·x[t] in the dtype of ``x``. Float32 is multiplied as the sum of two numbers of TF32, whatever torch's
+        settings are, and is as exact as in torch's matrix products without TF32.
 
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.

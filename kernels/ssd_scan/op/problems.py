@@ -19,11 +19,11 @@ from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Opt
 from scan_registry.kernels.ssd_scan.problem import (
     BLOCK,
     DIRECTIONS,
-    MOST_HEADS,
     SMALL_BLOCK,
     STRIDED,
     Direction,
     SSDScanProblem,
+    most_heads,
 )
 from scan_registry.ops.strides import dense_strides
 
@@ -115,7 +115,7 @@ def make_problem(
         strides=tuple(strides),
         has_z=direction == "forward" and arguments.z is not None,
         softplus=options.softplus,
-        wide_dt=arguments.dt.dtype != x.dtype or x.dtype not in COMPILED,
+        wide_dt=arguments.dt.dtype.itemsize > 2,
         wide_D=arguments.D is not None and arguments.D.dim() == 2,
         low=options.low,
         high=options.high,
@@ -133,8 +133,9 @@ def cut(problem: SSDScanProblem, gpu: Device | None) -> SSDScanProblem:
     if gpu is not None:
         sms, shared = gpu.sm_count, gpu.shared_memory_per_block
     large = problem.state_size > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK
+    large = large and problem.dtype != "float32"
     ctas, heads = problem.batch * problem.slots * problem.groups, problem.group_heads
-    splits = max(-(-heads // MOST_HEADS), min(heads, -(-_CTAS_OF_SM * sms // ctas)))
+    splits = max(-(-heads // most_heads(problem.dtype)), min(heads, -(-_CTAS_OF_SM * sms // ctas)))
     return replace(
         problem, splits=-(-heads // -(-heads // splits)), block=BLOCK if large else SMALL_BLOCK
     )

@@ -15,9 +15,11 @@ T emulated_load(unsigned address) {
     std::memcpy(&value, tile_memory() + address, sizeof value);
     return value;
 }
-inline unsigned load_pair(unsigned address) { return emulated_load<unsigned>(address); }
+inline unsigned load_word(unsigned address) { return emulated_load<unsigned>(address); }
+inline uint2 load_two_words(unsigned address) { return emulated_load<uint2>(address); }
 inline uint4 load_piece(unsigned address) { return emulated_load<uint4>(address); }
 inline void store_word(unsigned address, unsigned word) { std::memcpy(tile_memory() + address, &word, sizeof word); }
+inline void store_two_words(unsigned address, uint2 words) { std::memcpy(tile_memory() + address, &words, sizeof words); }
 
 inline uint4 load_matrices(bool transposed, unsigned row) {
     struct Row {

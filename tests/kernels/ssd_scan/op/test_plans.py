@@ -14,6 +14,8 @@ from ssd_problems import NAMES, draw, gradients_of
 from torch import Tensor
 
 import scan_registry
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.select import Decision
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.cases import OUTPUTS
@@ -63,7 +65,7 @@ class Kernels:
             read = torch.as_strided(tensor, size, along)
             torch.testing.assert_close(read, tensor, rtol=0, atol=0)
             if stride_of != "dt":
-                assert not any(step % 8 for step in along[:3])
+                assert not any(step * tensor.element_size() % 16 for step in along[:3])
                 assert tensor.data_ptr() % 16 == 0
         self.complete(problem, inputs, tensors)
         self.write(problem, inputs, tensors)
@@ -136,7 +138,7 @@ def agrees(problem: dict[str, Any], **options: Any) -> None:
         assert relative_error(grad, value) < 2e-2, name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_a_training_step(kernels: Kernels, dtype: torch.dtype, packed: bool) -> None:
     problem = draw(2, 150, 4, 8, 2, 16, 3 if packed else 0, dtype, seed=3)
@@ -160,7 +162,7 @@ def test_without_what_may_be_left_out(kernels: Kernels) -> None:
     assert relative_error(out, right(**{n: t.double() for n, t in problem.items()})[0]) < 5e-3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gates_and_wide_skips(kernels: Kernels, dtype: torch.dtype) -> None:
     agrees(draw(1, 70, 4, 8, 1, 8, dtype=dtype, wide_D=True))
     assert len(kernels.launched) == 4
@@ -246,7 +248,23 @@ def test_a_call_again_finds_its_plan(kernels: Kernels) -> None:
     assert len(launching.plan_cache._plans) == plans_kept
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_wide_dtypes_have_no_kernels(kernels: Kernels, dtype: torch.dtype) -> None:
-    gradients_of(run, draw(1, 20, 2, 8, 1, 8, dtype=dtype))
+def test_float32_where_a_gpu_has_no_kernel_of_the_backward_pass(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of what forward kernels computed are composed, that of z, too."""
+
+    def prepare(index: Any, family: Any, problem: SSDScanProblem, *rest: Any) -> Any:
+        if problem.direction == "backward":
+            system: Any = SimpleNamespace(device=None)
+            refusal = Decision(system, family, problem, "auto", policy.lowest(), None)
+            return SimpleNamespace(launch=None, decision=refusal)
+        return kernels.prepare(index, family, problem, *rest)
+
+    monkeypatch.setattr(plans, "prepare", prepare)
+    agrees(draw(1, 90, 4, 8, 1, 8, dtype=torch.float32, wide_D=True))
+    assert [played.direction for played in kernels.launched] == ["forward"]
+
+
+def test_float64_has_no_kernels(kernels: Kernels) -> None:
+    gradients_of(run, draw(1, 20, 2, 8, 1, 8, dtype=torch.float64))
     assert not kernels.launched

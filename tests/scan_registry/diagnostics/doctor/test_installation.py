@@ -217,11 +217,12 @@ def really_installed() -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_121"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90", "sm_121"])
 def test_whatever_is_installed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, really_installed: tuple[Any, Any], arch: str
 ) -> None:
-    """Its form is that of the schema; what is installed for a GPU runs on it. Wheels have no gated scans in float16."""
+    """Its form is that of the schema; what is installed for a GPU runs on it. Wheels have no gated scans in float16, and gradients
+    of ssd_scan in float32 take shared memory that sm_86 and sm_121 lack."""
     monkeypatch.setattr(providers, "installed", lambda: really_installed)
     status = main(["doctor", "--for", arch, "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -234,6 +235,14 @@ def test_whatever_is_installed(
     compiled = [a for a in answers if (a["family"], a["dtype"]) == ("gated_scan", "float16")]
     assert len(compiled) == 4
     assert {a["tiers"]["auto"] for a in compiled} <= {"jit", "reference"}
+    (large,) = (
+        a
+        for a in answers
+        if (a["family"], a["kernel"], a["dtype"]) == ("ssd_scan", "backward", "float32")
+    )
+    if capability in ((8, 6), (12, 1)):
+        assert large["tiers"]["auto"] == "reference"
+        compiled.append(large)
     tiers = {a["tiers"]["auto"] for a in answers if a not in compiled}
     if capability < (8, 0):
         assert (status, tiers) == (1, {"reference"})
