@@ -86,13 +86,15 @@ THOROUGH: tuple[Shape, ...] = (
 #: What each direction writes.
 OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("out", "ungated", "final_state"),
-    "states": ("states", "final_state"),
+    "states": ("states", "final_state", "sequence_decays"),
     "adjoint": ("adjoints", "initial_grad"),
     "backward": ("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
 }
 #: Those that come in terms, and the dimensions to sum over; and those that are in the problem's dtype.
 _SUMS = {"A_grad": (0, 1), "D_grad": (0, 1), "B_grad": (0,), "C_grad": (0,)}
 _NARROW = ("states", "out", "ungated", "adjoints", "x_grad")
+#: Those that a forward pass may do without.
+_OPTIONAL = ("ungated", "states")
 _PLACED = ("x", "B", "C", "z", "out_grad")
 _TENSOR_OF = {"grad": "out_grad"}
 
@@ -130,7 +132,7 @@ class Trial(cases.Trial):
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
-        small blocks of states, and without keeping what z gates."""
+        small blocks of states, and without what need not be asked for."""
         direction: Direction = next(name for name in DIRECTIONS if name == kernel)
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
@@ -172,8 +174,9 @@ class Trial(cases.Trial):
             splits=splits,
             block=block,
         )
-        names = [name for name in OUTPUTS[direction] if aligned or name != "ungated"]
+        names = [name for name in OUTPUTS[direction] if aligned or name not in _OPTIONAL]
         expected = {n: self.expected[n] for n in names if n in self.expected}
+        tensors |= {name: None for name in _OPTIONAL if name in OUTPUTS[direction]}
         for name, value in expected.items():
             tensors[name] = self._poisoned(name, value, problem)
         return Case(problem, tensors, expected, self.occupied, self.terms)

@@ -178,11 +178,11 @@ struct Forward {
         next_steps.add_up(args.steps, steps_of(i + warp), args.steps.A[head], args.steps.bias_of(head));
         float weights[2];
 #pragma unroll
-        for (int k = 0; k < 2; k++) weights[k] = next_steps.dt[k] * fast_exp2(float(next_steps.total - next_steps.sum[k]));
+        for (int k = 0; k < 2; k++) weights[k] = next_steps.dt[k] * exp2_of(next_steps.total - next_steps.sum[k]);
         reinterpret_cast<TwoSums*>(steps.sums[warp])[lane] = {stored(next_steps.sum[0]), stored(next_steps.sum[1])};
         store_float2(steps.dt[warp] + 2 * lane, next_steps.dt[0], next_steps.dt[1]);
         store_float2(steps.weights[warp] + 2 * lane, weights[0], weights[1]);
-        if (lane == 0) steps.decays[warp] = fast_exp2(float(next_steps.total));
+        if (lane == 0) steps.decays[warp] = exp2_of(next_steps.total);
         const int next = i + WARPS + warp;
         next_steps.load(args.steps, batch, range.begin, range.begin + next * CHUNK, steps_of(next), head);
     }

@@ -13,7 +13,8 @@ G groups, P the size of a head and N states:
                                       (batch, S, H, P, N), float32; null: zeros, or not asked for
     out, ungated                      (batch, T, H, P), in the problem's dtype: the output, and what z gates, null: not asked for
     x_grad                            (batch, T, H, P), in that dtype
-    states                            (batch, slots, H, P, N), in that dtype: the state before each chunk
+    states                            (batch, slots, H, P, N), in that dtype: the state before each chunk; null: not asked for
+    sequence_decays                   (batch, S, H), float32: what a sequence multiplies its initial state by; null: likewise
     adjoints                          likewise: the gradient of the state after each chunk
     dt_grad                           (batch, T, H), float32
     A_grad, D_grad                    (batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)

@@ -76,6 +76,7 @@ class _Problem:
             "out": torch.zeros_like(self.x),
             "states": torch.zeros(batch, slots, *of_state[2:], dtype=torch.float64),
             "adjoints": torch.zeros(batch, slots, *of_state[2:], dtype=torch.float64),
+            "sequence_decays": torch.ones(of_state[:3], dtype=torch.float64),
             "final_state": _state(inputs, "initial_state", of_state),
             "initial_grad": _state(inputs, "final_grad", of_state),
         }
@@ -88,6 +89,8 @@ class _Problem:
                 (begin // CHUNK + number + k, first, min(end, first + CHUNK))
                 for k, first in enumerate(range(begin, end, CHUNK))
             ]
+            decays = (self.gates * self.stays.unsqueeze(-1))[:, begin:end].prod(1)
+            self.results["sequence_decays"][:, number] = decays
             state = self.results["final_state"][:, number]
             for slot, first, last in chunks:
                 self.occupied[slot] = True

@@ -70,7 +70,7 @@ POINTERS: dict[Direction, tuple[str, ...]] = {
     ),
     "states": (
         *("x", "dt", "A", "B", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
-        *("states", "final_state"),
+        *("states", "final_state", "sequence_decays"),
     ),
     "adjoint": (
         *("dt", "A", "C", "dt_bias", "out_grad", "final_grad", "cu_seqlens", "seq_idx"),

@@ -4,6 +4,8 @@
 //     G_begin = exp(Σ dt·A)·G_end + Σ_i exp(Σ_{t≤i} dt_t·A)·dy_i ⊗ C_i
 // and what is kept is the gradient of the state after each chunk.
 //
+// Asked for or not: what is kept, the last state, and forwards the decay over each sequence.
+//
 // Traffic of a step and head: SIZE elements of x or dy, once for each tile of STATES states, and SIZE · state_size / 64 of
 // states. B and C come from the L2.
 //
@@ -29,8 +31,8 @@ struct Arguments {
     StepInputs steps;
     const float* first_state;  // initial_state, or the final state's gradient
     const int* cu_seqlens;
-    Storage* states;
-    float* last_state;
+    Storage* states;                // null: not asked for, like the following
+    float *last_state, *sequence_decays;
     Sizes sizes;
 };
 
@@ -79,6 +81,7 @@ struct States {
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) load(i, i);
         int stage = 0;
+        float passed = 1;
 #pragma unroll 1
         for (int i = 0; i < chunks; i++) {
             wait_for_copies<STAGES - 2>();
@@ -88,12 +91,15 @@ struct States {
                 __syncthreads();
             }
             load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
-            keep();
+            if (args.states) keep();
             const Tile<CHUNK, SIZE> x_tile{stages + stage * STAGE};
             const Tile<CHUNK, STATES> B_tile{x_tile.address + x_tile.BYTES};
             running.add(x_tile, B_tile, all_weights + i % WARPS * CHUNK, decays[i % WARPS], row);
+            passed *= decays[i % WARPS];
             stage = stage + 1 == STAGES ? 0 : stage + 1;
         }
+        if (args.sequence_decays && walk.tile == 0 && threadIdx.x == 0)
+            args.sequence_decays[(i64(batch) * sizes.sequences + sequence) * sizes.heads + head] = passed;
         if (args.last_state) running.store(at_sequence(args.last_state), sizes.state_size, numbers, columns, row);
     }
 
@@ -117,10 +123,10 @@ struct States {
         float weights[2];
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            weights[k] = REVERSE ? fast_exp2(float(next_steps.sum[k]))
-                                 : next_steps.dt[k] * fast_exp2(float(next_steps.total - next_steps.sum[k]));
+            weights[k] = REVERSE ? exp2_of(next_steps.sum[k])
+                                 : next_steps.dt[k] * exp2_of(next_steps.total - next_steps.sum[k]);
         store_float2(all_weights + warp * CHUNK + 2 * lane, weights[0], weights[1]);
-        if (lane == 0) decays[warp] = fast_exp2(float(next_steps.total));
+        if (lane == 0) decays[warp] = exp2_of(next_steps.total);
         const int next = i + WARPS + warp;
         next_steps.load(args.steps, batch, range.begin, begin_of(next), steps_of(next), head);
     }
@@ -157,7 +163,7 @@ ssd_scan_adjoint(const void* dt, const float* A, const Storage* C, const float* 
             {C, C_batch, C_time, C_group},
             {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
              __uint_as_float(unsigned(dt_high))},
-            final_grad, cu_seqlens, adjoints, initial_grad,
+            final_grad, cu_seqlens, adjoints, initial_grad, nullptr,
             {batch, time, heads, groups, head_size, state_size, sequences, slots}})
         .run();
 }
@@ -165,14 +171,14 @@ ssd_scan_adjoint(const void* dt, const float* A, const Storage* C, const float* 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 ssd_scan_states(const Storage* x, const void* dt, const float* A, const Storage* B, const float* dt_bias,
                 const float* initial_state, const int* cu_seqlens, const int* seq_idx, Storage* states,
-                float* final_state, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size, i64 state_size,
-                i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time, i64 x_head,
-                i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch, i64 B_time, i64 B_group) {
+                float* final_state, float* sequence_decays, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size,
+                i64 state_size, i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time,
+                i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch, i64 B_time, i64 B_group) {
     States({{x, x_batch, x_time, x_head},
             {B, B_batch, B_time, B_group},
             {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
              __uint_as_float(unsigned(dt_high))},
-            initial_state, cu_seqlens, states, final_state,
+            initial_state, cu_seqlens, states, final_state, sequence_decays,
             {batch, time, heads, groups, head_size, state_size, sequences, slots}})
         .run();
 }

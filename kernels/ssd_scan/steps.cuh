@@ -74,6 +74,10 @@ struct alignas(8) StoredSum {
     float value, error;
 };
 __device__ inline StoredSum stored(ExactSum sum) { return {float(sum), float(sum - float(sum))}; }
+__device__ inline float exp2_of(ExactSum sum) {
+    const StoredSum parts = stored(sum);
+    return fast_exp2(parts.value) * (1 + LN_2 * parts.error);
+}
 __device__ inline float operator-(StoredSum a, StoredSum b) { return a.value - b.value + (a.error - b.error); }
 #else
 using ExactSum = float;
@@ -81,6 +85,7 @@ struct StoredSum {
     float value;
 };
 __device__ inline StoredSum stored(ExactSum sum) { return {sum}; }
+__device__ inline float exp2_of(ExactSum sum) { return fast_exp2(sum); }
 __device__ inline float operator-(StoredSum a, StoredSum b) { return a.value - b.value; }
 #endif
 // Those of a step and the next.

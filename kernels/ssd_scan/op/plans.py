@@ -7,6 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from scan_registry.kernels import family
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.op import composed, gating
 from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
-from scan_registry.kernels.ssd_scan.op.problems import copied, has_kernels, make_problem
+from scan_registry.kernels.ssd_scan.op.problems import (
+    copied,
+    has_kernels,
+    make_problem,
+    stretches,
+)
+from scan_registry.kernels.ssd_scan.op.stretches import Stretches
 from scan_registry.kernels.ssd_scan.problem import Direction, SSDScanProblem
 from scan_registry.ops.launching import Run, allocator, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
@@ -30,6 +37,8 @@ Outputs = tuple[Tensor, Tensor | None, Tensor | None]
 Gradients = tuple[Tensor | None, ...]
 #: What a call does to its tensors.
 Plan = Callable[..., Any]
+#: Kernels of a forward pass, of all time at once and of stretches.
+_FORWARD: tuple[tuple[Direction, ...], ...] = (("forward",), ("states", "forward"))
 #: Arguments that kernels take without gaps.
 _DENSE = ("A", "D", "dt_bias", "seq_idx", "cu_seqlens")
 #: The place of z among the arguments.
@@ -53,11 +62,15 @@ def _prepared(
     options: Options,
     out_grad: Tensor | None,
     copies: tuple[str, ...],
+    sequences: int = 0,
 ) -> list[tuple[Run, SSDScanProblem]] | Decision:
-    """The kernels of these directions, with their problems; or the decision that there is none for one of them."""
+    """The kernels of these directions, with their problems; or the decision that there is none for one of them. ``sequences``: those
+    that arguments without ``cu_seqlens`` are cut into."""
     kernels, backend = [], options.backend
     for direction in directions:
         problem = make_problem(direction, arguments, options, out_grad, copies)
+        if sequences:
+            problem = replace(problem, sequences=sequences)
         index = arguments.x.device.index
         plan = prepare(index, family("ssd_scan"), problem, backend, policy.lowest())  # type: ignore[arg-type]
         if plan.launch is None:
@@ -141,21 +154,28 @@ def make_forward(*args: Any) -> Plan:
     if _in_torch(arguments, options):
         return by_torch
     copies = copied(arguments)
-    kernels = _prepared(("forward",), arguments, options, None, copies)
+    cut = Stretches.of(arguments.x.shape[1], stretches(arguments))
+    directions, count = _FORWARD[cut.count > 1], cut.count if cut.count > 1 else 0
+    kernels = _prepared(directions, arguments, options, None, copies, count)
     if isinstance(kernels, Decision):
         decision = kernels
         return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
-    ((run, _),) = kernels
+    *first, run = [run for run, _ in kernels]
     inputs, x = inputs_of(arguments, copies), arguments.x
     new_out = allocator(x.device, x.shape, x.dtype)
-    new_final = allocator(x.device, state_shape(arguments)) if options.final else lambda: None
+    state = state_shape(arguments)
+    new_final = allocator(x.device, state) if options.final else lambda: None
     new_ungated = new_out if keeps else lambda: None
 
     def plan(*tensors: Any) -> Outputs:
         pointers = inputs(Arguments(*tensors))
-        out, final, ungated = new_out(), new_final(), new_ungated()
-        pointers |= {"out": out, "final_state": final, "ungated": ungated}
-        run(pointers)
+        out, ungated = new_out(), new_ungated()
+        pointers |= {"out": out, "ungated": ungated}
+        if cut.count > 1:
+            last = cut.run(first[0], run, pointers, state)
+            return out, last.clone() if options.final else None, ungated
+        final = new_final()
+        run(pointers | {"final_state": final})
         return out, final, ungated
 
     return plan

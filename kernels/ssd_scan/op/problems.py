@@ -19,6 +19,7 @@ from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Opt
 from scan_registry.kernels.ssd_scan.problem import (
     BLOCK,
     DIRECTIONS,
+    SIZE,
     SMALL_BLOCK,
     STRIDED,
     Direction,
@@ -29,6 +30,9 @@ from scan_registry.ops.strides import dense_strides
 
 #: Of a GPU that is not there: as many as an H100 has.
 _USUAL_SMS = 132
+#: CTAs of a forward pass that an SM runs at once; steps of the least stretch that time is cut into; and the fewest stretches, as
+#: each step is then multiplied with B twice.
+_FORWARD_CTAS, LEAST_STRETCH, _FEWEST_STRETCHES = 2, 1024, 3
 #: CTAs of the backward pass that each SM is to get.
 _CTAS_OF_SM = 4
 #: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
@@ -139,6 +143,19 @@ def cut(problem: SSDScanProblem, gpu: Device | None) -> SSDScanProblem:
     return replace(
         problem, splits=-(-heads // -(-heads // splits)), block=BLOCK if large else SMALL_BLOCK
     )
+
+
+def stretches(arguments: Arguments) -> int:
+    """Stretches of time that a forward pass of few heads runs at the same time, so that it fills the GPU; 1 for others, and where
+    sequences begin within a row."""
+    x = arguments.x
+    batch, time, heads, size = x.shape
+    if arguments.cu_seqlens is not None or arguments.seq_idx is not None or time >= 2**30:
+        return 1
+    sms = device(x.device.index).sm_count if x.is_cuda else _USUAL_SMS
+    ctas = batch * heads * -(-size // SIZE)
+    count = min(_FORWARD_CTAS * sms // ctas, time // LEAST_STRETCH)
+    return count if count >= _FEWEST_STRETCHES else 1
 
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:

@@ -34,6 +34,8 @@ def solved_by_reference(trial: cases.Trial, z: Tensor | None = None) -> dict[str
         bounds,
     )  # fmt: skip
     final = final.reshape(of_state)
+    # A final state is the initial one times a decay, plus what does not depend on it.
+    (decays,) = torch.autograd.grad(final.sum(), initial, retain_graph=True)
     results, grads = [out], [there(tensors["out_grad"]).detach()]
     if tensors["final_grad"] is not None:
         results, grads = [out, final], [*grads, tensors["final_grad"].detach()]
@@ -43,7 +45,8 @@ def solved_by_reference(trial: cases.Trial, z: Tensor | None = None) -> dict[str
         leaves.pop("D_grad", None)
     leaves["initial_grad"] = initial
     gradients = torch.autograd.grad(results, [*leaves.values()], grads)
-    return {"out": out, "final_state": final, **dict(zip(leaves, gradients, strict=True))}
+    results_of = {"out": out, "final_state": final, "sequence_decays": decays[..., 0, 0]}
+    return results_of | dict(zip(leaves, gradients, strict=True))
 
 
 @pytest.mark.parametrize("setting", cases.SETTINGS, ids=str)
@@ -97,7 +100,7 @@ def test_every_pointer_has_a_tensor_and_results_count(
 ) -> None:
     trial = cases.draw((2, 70, 4, 8, 8), setting, "bfloat16", "cpu")
     for case in trial.launches(direction):
-        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated"}  # fmt: skip
+        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated", "states"}  # fmt: skip
         pointers = {p.name for p in parameters(case.problem.direction) if p.kind == "pointer"}
         assert pointers - {*case.tensors} <= optional
         for name in ("x", "B", "C", "out_grad", *(["z"] if setting.gated else [])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ import scan_registry
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.cases import TOLERANCE
+from scan_registry.kernels.ssd_scan.op.arguments import normalised
+from scan_registry.kernels.ssd_scan.op.problems import stretches
 
 pytestmark = pytest.mark.gpu
 
@@ -127,8 +130,27 @@ def test_nan_stays_in_its_row(name: str, dtype: torch.dtype) -> None:
             assert torch.equal(grad[1], value[1]), key
 
 
-def test_a_cuda_graph_records_a_call() -> None:
-    problem = on_gpu(draw(1, 130, 2, 64, 1, 64, dtype=torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_time_of_few_heads_is_cut(dtype: torch.dtype) -> None:
+    problem = draw(2, 3111, 2, 80, 1, 64, dtype=dtype)
+    problem["A"] = problem["A"] / 100  # states last through several stretches
+    rest: dict[str, Any] = {
+        "seq_idx": None,
+        "cu_seqlens": None,
+        "softplus": True,
+        "chunk_size": None,
+    }
+    rest |= {"limit": (0.0, math.inf), "final": True, "backend": "cuda"}
+    assert stretches(normalised(**on_gpu(problem), **rest)[0]) == 3
+    results = run(**on_gpu(problem))
+    expected = right(**{n: t.double() for n, t in problem.items()})
+    for result, value in zip(results, expected, strict=True):
+        assert relative_error(result.cpu(), value) < TOLERANCE[str(dtype).removeprefix("torch.")]
+
+
+@pytest.mark.parametrize("time", [130, 3100])
+def test_a_cuda_graph_records_a_call(time: int) -> None:
+    problem = on_gpu(draw(1, time, 2, 64, 1, 64, dtype=torch.bfloat16))
     expected = run(**problem)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

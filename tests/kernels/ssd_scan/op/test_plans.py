@@ -19,7 +19,7 @@ from scan_registry.dispatch.select import Decision
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.cases import OUTPUTS
-from scan_registry.kernels.ssd_scan.op import plans
+from scan_registry.kernels.ssd_scan.op import plans, problems
 from scan_registry.kernels.ssd_scan.problem import CHUNK, STRIDED, SSDScanProblem
 from scan_registry.kernels.ssd_scan.solution import solve
 from scan_registry.kernels.ssd_scan.spec import POINTERS
@@ -101,7 +101,7 @@ class Kernels:
             if name in ("states", "adjoints"):
                 self.kept[name] = result
             if target is None:
-                assert name in ("final_state", "initial_grad", "D_grad", "ungated")
+                assert name in ("final_state", "initial_grad", "D_grad", "ungated", "states", "sequence_decays")  # fmt: skip
                 continue
             assert result is not None
             if name in ("A_grad", "D_grad"):
@@ -246,6 +246,29 @@ def test_a_call_again_finds_its_plan(kernels: Kernels) -> None:
     torch.testing.assert_close(run(**problem), first, rtol=0, atol=0)
     assert len(kernels.launched) == 2 * prepared
     assert len(launching.plan_cache._plans) == plans_kept
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("starts", [False, True], ids=["", "from a state"])
+def test_time_of_few_heads_is_cut(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, starts: bool
+) -> None:
+    """Into stretches of whole chunks but for the last one, forwards alone."""
+    monkeypatch.setattr(problems, "LEAST_STRETCH", 60)
+    problem = draw(2, 310, 2, 8, 1, 8, dtype=dtype)
+    if not starts:
+        del problem["initial_state"]
+    agrees(problem)
+    played = [(one.direction, one.sequences) for one in kernels.launched]
+    backward = [("states", 0), ("adjoint", 0), ("backward", 0)]
+    assert played == [("states", 5), ("forward", 5), *backward]
+    kernels.launched.clear()
+    out = scan_registry.ssd_scan(**problem, dt_softplus=True)
+    torch.testing.assert_close(out, run(**problem)[0], rtol=0, atol=0)
+    assert len(kernels.launched) == 4
+    indexed = problem | {"seq_idx": torch.zeros(2, 310, dtype=torch.int32)}
+    torch.testing.assert_close(run(**indexed)[0], out, rtol=2e-2, atol=2e-2)
+    assert kernels.launched[-1].sequences == 0
 
 
 def test_float32_where_a_gpu_has_no_kernel_of_the_backward_pass(
