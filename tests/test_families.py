@@ -27,6 +27,7 @@ ALLOWED = {
     "scan_registry/bench/distributed.py": "times linear_scan over ranks",
     "scan_registry/distributed/__init__.py": "its public names, as in ``scan_registry/__init__.py``",
     "scan_registry/distributed/reduce.py": "composes the summaries of many ranks by one linear_scan",
+    "scan_registry/jax/__init__.py": "its public names, as in ``scan_registry/__init__.py``",
     "scan_registry/diagnostics/first_calls.py": "says which call was timed",
     "ci/environments.py": "calls public functions of an installed release, as its users do",
 }
@@ -78,6 +79,8 @@ def test_lists_of_public_names_are_those_of_the_families() -> None:
     """Type checkers read the lists of the packages, and a name is loaded by the description of its family."""
     assert {*public()} <= {*scan_registry.__all__}
     assert {*public("DISTRIBUTED")} == {*distributed.__all__}
+    for_jax = pytest.importorskip("scan_registry.jax")
+    assert {*public("JAX")} == {*for_jax.__all__}
 
 
 @pytest.mark.parametrize(

@@ -8,3 +8,5 @@ PUBLIC = {
 }
 #: The same of the names in ``scan_registry.distributed``.
 DISTRIBUTED = {"linear_scan": "op.distributed", "scan_summary": "op.distributed_summary"}
+#: The same of the names in ``scan_registry.jax``.
+JAX = {"linear_scan": "jax"}

@@ -1,4 +1,4 @@
-/* Kernel launches, from what was prepared for them; see launch.h and fast_path.h.
+/* Kernel launches, from what was prepared for them; see launch.h, fast_path.h and xla.h.
  *
  * No CUDA header, no CUDA library and nothing of torch's is needed to build this.
  */
@@ -7,6 +7,7 @@
 
 #include "launch.h"
 #include "fast_path.h"
+#include "xla.h"
 
 static PyObject *bind(PyObject *module, PyObject *args) {
     unsigned long long launch, set, current, push, pop;
@@ -24,6 +25,11 @@ static PyMethodDef functions[] = {
     {"bind", bind, METH_VARARGS,
      "bind(cuLaunchKernel, cuMemsetD8Async, cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent)\n\n"
      "Take the addresses of the driver's functions."},
+    {"xla_handlers", xla_handlers, METH_O,
+     "xla_handlers(resolve) -> tuple[int, int]\n\n"
+     "The addresses of XLA's handlers for CPUs and GPUs. resolve makes, of a call's text and the device's ordinal (-1 for\n"
+     "the CPU), a tuple: a Launch or a function for CPUs; of each pointer the number of its argument, or -1 - that of its\n"
+     "result, or None; the function's arguments before and after the addresses; how far addresses are aligned."},
     {NULL, NULL, 0, NULL}};
 
 /* Two copies of this package that have the same library file, as two revisions in the cache of Hugging Face's Hub may, have these

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from scan_registry import kernels
+from scan_registry.base.strides import dense_strides, memory_order
 from scan_registry.distributed.layouts import Layout, Sharding
 from scan_registry.ops.registration import NAMESPACE
-from scan_registry.ops.strides import dense_strides, memory_order
 
 __all__ = ["LAYOUTS", "SHARDINGS", "Layout", "choose", "register"]
 

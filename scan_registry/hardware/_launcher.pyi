@@ -73,3 +73,17 @@ class FastPath:
     def run(self, tensors: tuple[Any, ...], options: tuple[Any, ...], /) -> Any: ...
 
 def bind(launch: int, memset: int, current: int, push: int, pop: int, /) -> None: ...
+
+#: Of a text and an ordinal: a launch or function, places of pointers, arguments before and after them, alignment.
+XlaResolver = Callable[
+    [str, int],
+    tuple[
+        Launch | Callable[..., object],
+        tuple[int | None, ...],
+        tuple[Any, ...],
+        tuple[Any, ...],
+        int,
+    ],
+]
+
+def xla_handlers(resolve: XlaResolver, /) -> tuple[int, int]: ...

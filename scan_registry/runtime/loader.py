@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from scan_registry.artifact.archive import ArchiveError, Binary
@@ -37,6 +37,8 @@ from scan_registry.dispatch.select import (
 from scan_registry.hardware import driver
 from scan_registry.hardware._launcher import Launch
 from scan_registry.hardware.device import device
+from scan_registry.hardware.target import Target
+from scan_registry.kernels import family as family_of
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 from scan_registry.kernels.model import Launch as LaunchShape
 from scan_registry.runtime import call_log, jit
@@ -323,6 +325,42 @@ def _bind(
         workspace=kernel.pointers.index("workspace") if shape.workspace else -1,
         workspace_bytes=shape.workspace if shape.zeroed else 0,
     )
+
+
+def launch_again(
+    ordinal: int, variant: Variant, target: Target, sha256: str, shape: LaunchShape
+) -> Launch:
+    """A launch that was planned before, maybe by another process or for another GPU, of the binary with this digest.
+
+    ``UnfitError`` if there is no such binary here any more, or if it does not run on this GPU.
+    """
+    with _lock:
+        binary, read = _of_digest(variant, target, sha256)
+        if reason := catalogue().denied.get(sha256) or misfit(binary, device(ordinal)):
+            raise UnfitError(f"{binary} does not run on {device(ordinal).name}: {reason}")
+        function = load(ordinal, binary, read, binary)
+        kernel = family_of(variant.family).kernel(variant.kernel, variant.language)
+        return _bind(ordinal, kernel, binary, function, shape)
+
+
+def _of_digest(variant: Variant, target: Target, sha256: str) -> tuple[Binary, Callable[[], bytes]]:
+    """A binary that is installed or, if none is, compiled here; and how to get its bytes."""
+    for archive in catalogue().archives:
+        if archive.arch.capability != target.capability:
+            continue
+        for entry in archive.of(variant.family, variant.kernel, variant.language):
+            if entry.text == str(variant) and entry.binary.sha256 == sha256:
+                return entry.binary, partial(archive.read, entry.binary)
+    try:
+        compiled = jit.compile(variant, target)
+    except jit.CompileError as error:
+        raise UnfitError(f"{variant} for {target} is no longer installed: {error}") from error
+    if compiled.binary.sha256 != sha256:
+        raise UnfitError(
+            f"{variant} for {target} with digest {sha256} is no longer installed; compile the program again that was "
+            "compiled for it"
+        )
+    return compiled.binary, lambda: compiled.content
 
 
 # --- Words ------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ LIGHT = (
     "scan_registry.catalog.inventory",
     "scan_registry.dispatch.select",
     "scan_registry.kernels.linear_scan.op.layout",
+    "scan_registry.kernels.linear_scan.op.calls",
     "scan_registry.aot.compile",
     "scan_registry.runtime.loader",
     "scan_registry.diagnostics.explanation",
@@ -223,6 +224,7 @@ KERNELS_MAY = {
     "reference": {"torch"},
     "cases": {"torch"},
     "functions": {"torch"},
+    "jax": {"jax"},
     "kinds": {"torch"},  # in functions: a spec that imports it imports no torch
     "solution": {"torch"},
     "triton_columns": {"triton"},

@@ -34,7 +34,7 @@ class Arrangement:
 class KernelCall:
     """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first.
 
-    gates_shape  the shape in which gates are written out before the launch, by ``problems.shape_for_channels``; or None
+    gates_shape  the shape in which gates are written out before the launch, by ``calls.shape_for_channels``; or None
     """
 
     problem: LinearScanProblem

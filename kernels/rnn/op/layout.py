@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from scan_registry.base.strides import dense_strides
 from scan_registry.base.symbols import perhaps, time_before_batch
-from scan_registry.ops.strides import dense_strides
 
 #: Kernels take heads of a multiple of as many units; others are padded with units that stay zero.
 UNITS = 16

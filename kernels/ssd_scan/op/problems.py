@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.strides import dense_strides
 from scan_registry.dispatch.select import Backend
 from scan_registry.hardware.device import Device, device
 from scan_registry.kernels.model import Problem
@@ -26,7 +27,6 @@ from scan_registry.kernels.ssd_scan.problem import (
     SSDScanProblem,
     most_heads,
 )
-from scan_registry.ops.strides import dense_strides
 
 #: Of a GPU that is not there: as many as an H100 has.
 _USUAL_SMS = 132

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scan_registry.kernels.linear_scan.op.problems import (
-    for_channels,
-    make_kernel_call,
-    shape_for_channels,
-)
+from scan_registry.kernels.linear_scan.op.calls import shape_for_channels
+from scan_registry.kernels.linear_scan.op.problems import for_channels, make_kernel_call
+from scan_registry.ops.facts import facts_of
 
 SHAPE = (4, 50, 24)  # batch, time, channels
 
@@ -70,7 +68,8 @@ def test_they_are_written_out_for_the_channels(kind: str) -> None:
 def test_others_are_read_where_they_lie(
     gates: torch.Tensor, tokens: torch.Tensor, dim: int
 ) -> None:
-    assert shape_for_channels(gates.expand(tokens.shape), tokens, dim) is None
+    broadcast = facts_of(gates.expand(tokens.shape))
+    assert shape_for_channels(broadcast, facts_of(tokens), dim) is None
     call = make_kernel_call("forward", gates, {"tokens": tokens}, None, dim, False)
     assert call.gates_shape is None
     assert for_channels(gates, tokens, None) is gates

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scan_registry.base.strides import dense_strides, memory_order
 from scan_registry.kernels.linear_scan.op.layout import Arrangement, arrange, arrange_with_copies
-from scan_registry.ops.strides import as_new, dense_strides, memory_order
+from scan_registry.ops.strides import as_new
 
 Strides = tuple[int, ...]
 

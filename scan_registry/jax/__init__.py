@@ -1,0 +1,24 @@
+"""The kernels for JAX: functions of JAX's arrays, by XLA's foreign function interface, without torch.
+
+Importing this imports JAX. The functions load what they need when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from scan_registry.base import lazy
+
+if TYPE_CHECKING:
+    from scan_registry.kernels.linear_scan.jax import linear_scan
+
+__all__ = ["linear_scan"]
+
+
+def _of_families() -> dict[str, str]:
+    from scan_registry.kernels import public
+
+    return public("JAX")
+
+
+__getattr__, __dir__ = lazy.names(globals(), {}, _of_families)

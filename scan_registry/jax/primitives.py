@@ -1,0 +1,341 @@
+"""Operators as primitives of JAX: how they are traced, lowered, batched and differentiated.
+
+A family of kernels describes its operator as an ``Operator``. That gives three primitives: the operator; its tangent, which
+is linear in the tangents and composed of JAX's operators; and its adjoint, which the tangent is transposed to and which the
+backward kernels compute. So every mode of differentiation is there, of any order: the first reverse-mode derivative runs the
+backward kernels, and what else is asked for is composed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from scan_registry.jax.ffi import PLATFORMS, Outline, outline_of
+
+#: Arrays, or None in the place of one that is missing.
+Arrays = Sequence[Any]
+
+
+#: JAX's own, which have no types for mypy.
+_primitive: Any = Primitive
+_zero: Any = ad.Zero
+_undefined: Any = ad.is_undefined_primal
+
+#: How an operand or a result takes a further dimension: in front; in front, or of size 1 there if all share the operand; as
+#: a part of its first dimension; not at all, as all share the operand.
+FULL, BROADCAST, FOLD, SHARED = "full", "broadcast", "fold", "shared"
+
+
+class Derivative(NamedTuple):
+    """Of a tangent or an adjoint: the operator's own options, the outlines of what it returns, and of an adjoint the places
+    of the operands whose gradients are wanted."""
+
+    options: Any
+    outlines: tuple[Outline, ...]
+    wanted: tuple[int, ...] | None = None
+
+
+class Operator(Protocol):
+    """What a family says of its operator. ``options`` is hashable, and its own.
+
+    name      of the operator
+    shapes    outlines of the results
+    run       the results, on a platform that has kernels; None if none runs there, and JAX's operators may
+    composed  the results, composed of JAX's operators; differentiable
+    saved     which operands, and which results, derivatives need
+    tangent   the tangents of the results; a tangent that is None is zero
+    adjoint   the gradients of the operands that are ``wanted``, composed of JAX's operators; cotangents that are None are zero
+    run_adjoint  the same by the backward kernels, as ``run``
+    roles, result_roles  how operands and results take a further dimension of ``vmap``
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    result_roles: tuple[str, ...]
+
+    def shapes(self, operands: Arrays, options: Any) -> list[Outline]: ...
+    def run(self, platform: str, operands: Arrays, options: Any) -> list[Any] | None: ...
+    def composed(self, operands: Arrays, options: Any) -> list[Any]: ...
+
+    def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
+        return operands, results
+
+    def tangent(
+        self, operands: Arrays, results: Arrays, tangents: Arrays, options: Any
+    ) -> list[Any]:
+        active = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def of_active(*values: Any) -> list[Any]:
+            return self.composed(_with(operands, active, values), options)
+
+        primals = tuple(operands[i] for i in active)
+        return list(jax.jvp(of_active, primals, tuple(tangents[i] for i in active))[1])
+
+    def adjoint(
+        self,
+        operands: Arrays,
+        results: Arrays,
+        cotangents: Arrays,
+        wanted: Sequence[int],
+        options: Any,
+    ) -> list[Any]:
+        def of_wanted(*values: Any) -> list[Any]:
+            return self.composed(_with(operands, wanted, values), options)
+
+        outputs, pull = jax.vjp(of_wanted, *(operands[i] for i in wanted))
+        pairs = zip(outputs, cotangents, strict=True)
+        return list(pull([jnp.zeros_like(o) if c is None else c for o, c in pairs]))
+
+    def run_adjoint(
+        self,
+        platform: str,
+        operands: Arrays,
+        results: Arrays,
+        cotangents: Arrays,
+        wanted: Sequence[int],
+        options: Any,
+    ) -> list[Any] | None:
+        return None
+
+
+def _with(operands: Arrays, places: Sequence[int], values: Sequence[Any]) -> Arrays:
+    """The operands, with ``values`` in those places."""
+    changed = dict(zip(places, values, strict=True))
+    return [changed.get(i, operand) for i, operand in enumerate(operands)]
+
+
+def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
+    """A function of operands and options that calls the operator."""
+    adjoint = _Primitive(
+        f"{operator.name}_adjoint",
+        lambda groups, options: list(options.outlines),
+        lambda platform, groups, of: operator.run_adjoint(
+            platform, groups[0], groups[1], groups[2], of.wanted, of.options
+        ),
+        lambda groups, of: operator.adjoint(groups[0], groups[1], groups[2], of.wanted, of.options),
+    )
+    tangent = _Primitive(
+        f"{operator.name}_tangent",
+        lambda groups, of: list(of.outlines),
+        lambda platform, groups, of: None,
+        lambda groups, of: operator.tangent(groups[0], groups[1], groups[2], of.options),
+    )
+    forward = _Primitive(
+        operator.name,
+        lambda groups, options: operator.shapes(groups[0], options),
+        lambda platform, groups, options: operator.run(platform, groups[0], options),
+        lambda groups, options: operator.composed(groups[0], options),
+    )
+    ad.primitive_jvps[forward.primitive] = partial(_forward_jvp, operator, forward, tangent)
+    ad.primitive_transposes[tangent.primitive] = partial(_transpose, adjoint)
+    for one in (forward, tangent, adjoint):
+        batching.primitive_batchers[one.primitive] = partial(_batch, operator, one)
+    for one in (tangent, adjoint):
+        ad.primitive_jvps[one.primitive] = partial(_composed_jvp, one)
+    return lambda operands, options: forward((operands,), options)
+
+
+class _Primitive:
+    """A primitive whose operands come in groups, some of them None."""
+
+    def __init__(
+        self,
+        name: str,
+        outlines: Callable[[Any, Any], list[Outline]],
+        run: Callable[[str, Any, Any], list[Any] | None],
+        composed: Callable[[Any, Any], list[Any]],
+    ) -> None:
+        self._outlines, self._run, self.composed = outlines, run, composed
+        self.primitive: Any = _primitive(f"scan_registry.{name}")
+        self.primitive.multiple_results = True
+        self.primitive.def_impl(lambda *arrays, **static: self._compiled(**static)(*arrays))
+        self.primitive.def_abstract_eval(self._abstract)
+        for platform in (None, *PLATFORMS):
+            lowered = mlir.lower_fun(partial(self.on, platform), multiple_results=True)
+            _register_lowering(self.primitive, lowered, platform)
+
+    def __call__(self, groups: Sequence[Arrays], options: Any) -> list[Any]:
+        present = tuple(tuple(array is not None for array in group) for group in groups)
+        arrays = [array for group in groups for array in group if array is not None]
+        return list(self.primitive.bind(*_alike(arrays), present=present, options=options))
+
+    def on(self, platform: str | None, *arrays: Any, present: Any, options: Any) -> list[Any]:
+        """The results on a platform, or on any."""
+        groups = grouped(arrays, present)
+        results = None if platform is None else self._run(platform, groups, options)
+        return self.composed(groups, options) if results is None else results
+
+    @cache  # noqa: B019  # primitives live as long as the process
+    def _compiled(self, **static: Any) -> Callable[..., Any]:
+        return jax.jit(partial(self.primitive.bind, **static))
+
+    def _abstract(self, *avals: Any, present: Any, options: Any) -> list[Any]:
+        outlines = self._outlines(grouped(avals, present), options)
+        if jax.sharding.get_abstract_mesh().empty:
+            return [jax.core.ShapedArray(shape, jnp.dtype(dtype)) for shape, dtype in outlines]
+
+        def like_all(*arrays: Any) -> list[Any]:
+            """Results that vary over the axes of a mesh over which the arrays do."""
+            one: Any = sum(lax.full_like(array, 0, shape=(), dtype="float32") for array in arrays)
+            return [jnp.broadcast_to(one.astype(dtype), shape) for shape, dtype in outlines]
+
+        return list(jax.make_jaxpr(like_all)(*avals).out_avals)
+
+
+def grouped(arrays: Arrays, present: Sequence[Sequence[bool]]) -> list[list[Any]]:
+    """The arrays in groups, with None where there is none."""
+    left = iter(arrays)
+    return [[next(left) if there else None for there in group] for group in present]
+
+
+def _register_lowering(primitive: Any, rule: Any, platform: str | None) -> None:
+    try:
+        mlir.register_lowering(primitive, rule, platform=platform)
+    except NotImplementedError:
+        if platform == "cpu":
+            raise  # else this JAX has no such platform
+
+
+def _varying(array: Any) -> frozenset[Any]:
+    """The axes of a mesh over which an array in ``shard_map`` varies."""
+    aval = jax.typeof(array)
+    axes = getattr(aval, "mat", None)  # since 0.10
+    varying = getattr(aval, "vma", frozenset()) if axes is None else axes.varying
+    return frozenset(varying)
+
+
+def _alike(arrays: Arrays) -> Arrays:
+    """The arrays, all varying over the same axes of a mesh."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return arrays
+    union = frozenset[Any]().union(*map(_varying, arrays))
+    alike = []
+    for array in arrays:
+        missing = tuple(union - _varying(array))
+        alike.append(lax.pcast(array, missing, to="varying") if missing else array)
+    return alike
+
+
+# --- Derivatives ------------------------------------------------------------------------------
+
+
+def _forward_jvp(
+    operator: Operator,
+    forward: _Primitive,
+    tangent: _Primitive,
+    primals: Any,
+    tangents: Any,
+    *,
+    present: Any,
+    options: Any,
+) -> Any:
+    (operands,) = grouped(primals, present)
+    (dots,) = grouped([_nonzero(dot) for dot in tangents], present)
+    results = forward((operands,), options)
+    if all(dot is None for dot in dots):
+        return results, [_zero(jax.typeof(r).to_tangent_aval()) for r in results]
+    kept = operator.saved(operands, results)
+    of = Derivative(options, tuple(map(outline_of, results)))
+    return results, tangent((*kept, dots), of)
+
+
+def _nonzero(tangent: Any) -> Any:
+    """The tangent; None for one that is zero, or that an integer has."""
+    zero = type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
+    return None if zero else tangent
+
+
+def _composed_jvp(
+    of: _Primitive, primals: Any, tangents: Any, *, present: Any, options: Any
+) -> Any:
+    """Of a tangent or an adjoint: a second derivative."""
+    active = [i for i, dot in enumerate(tangents) if _nonzero(dot) is not None]
+
+    def of_active(*values: Any) -> list[Any]:
+        return of.composed(grouped(_with(primals, active, values), present), options)
+
+    dots = tuple(tangents[i] for i in active)
+    _, out = jax.jvp(of_active, tuple(primals[i] for i in active), dots)
+    return of.primitive.bind(*primals, present=present, options=options), list(out)
+
+
+def _transpose(
+    adjoint: _Primitive, cotangents: Any, *arrays: Any, present: Any, options: Any
+) -> list[Any]:
+    """Of a tangent: it is linear in the tangents, which are wanted where they are undefined."""
+    operands, results, dots = grouped(arrays, present)
+    known = [None if type(c) is ad.Zero else c for c in cotangents]
+    wanted = tuple(i for i, dot in enumerate(dots) if _undefined(dot))
+    outlines = tuple(outline_of(dots[i].aval) for i in wanted)
+    of = Derivative(options.options, outlines, wanted)
+    gradients = iter(adjoint((operands, results, known), of))
+    return [next(gradients) if _undefined(array) else None for array in arrays]
+
+
+# --- Batching ---------------------------------------------------------------------------------
+
+
+def _batch(
+    operator: Operator, of: _Primitive, arrays: Any, dims: Any, *, present: Any, options: Any
+) -> Any:
+    """One call with a further dimension where that has the right results, or else one call after the other."""
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    derivative = options if isinstance(options, Derivative) else None
+    wanted = None if derivative is None else derivative.wanted
+    inner = operator.roles if wanted is None else operator.result_roles
+    groups = zip((operator.roles, operator.result_roles, inner), present, strict=False)
+    roles = [
+        role for group, there in groups for role, here in zip(group, there, strict=False) if here
+    ]
+    of_results = operator.result_roles if wanted is None else [operator.roles[i] for i in wanted]
+    fits = all(d is None or role != SHARED for d, role in zip(dims, roles, strict=True))
+    if not fits or (wanted is not None and SHARED in of_results):
+        return _one_by_one(of, arrays, dims, present, options)
+    batched = [
+        _further(array, d, size, FULL if role == BROADCAST and wanted is not None else role)
+        for array, d, role in zip(arrays, dims, roles, strict=True)
+    ]
+    if derivative is not None:
+        pairs = zip(derivative.outlines, of_results, strict=False)
+        further = tuple(_further_outline(*outline, size, role) for outline, role in pairs)
+        options = derivative._replace(outlines=further)
+    results = of(grouped(batched, present), options)
+    apart = [
+        r.reshape(size, r.shape[0] // size, *r.shape[1:]) if role == FOLD else r
+        for r, role in zip(results, of_results, strict=False)
+    ]
+    return apart, [0] * len(apart)
+
+
+def _further(array: Any, d: int | None, size: int, role: str) -> Any:
+    """An array with the further dimension in its role; ``d`` is where it has it, or None."""
+    if role == SHARED:
+        return array
+    front = array[None] if d is None else jnp.moveaxis(array, d, 0)
+    if role == BROADCAST:
+        return front
+    whole = jnp.broadcast_to(front, (size, *front.shape[1:]))
+    return whole.reshape(size * whole.shape[1], *whole.shape[2:]) if role == FOLD else whole
+
+
+def _further_outline(shape: tuple[int, ...], dtype: str, size: int, role: str) -> Outline:
+    return (size * shape[0], *shape[1:]) if role == FOLD else (size, *shape), dtype
+
+
+def _one_by_one(of: _Primitive, arrays: Any, dims: Any, present: Any, options: Any) -> Any:
+    mapped = {i: jnp.moveaxis(arrays[i], d, 0) for i, d in enumerate(dims) if d is not None}
+
+    def one(values: Any) -> list[Any]:
+        every = _with(arrays, [*mapped], values)
+        return of(grouped(every, present), options)
+
+    results = lax.map(one, [*mapped.values()])
+    return results, [0] * len(results)

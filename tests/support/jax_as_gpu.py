@@ -1,0 +1,62 @@
+"""Runs what JAX compiles for a GPU on the CPU: the problems, buffers and launches of a GPU, and the C code for CPUs in the
+place of kernels, which take the same pointers and scalars.
+
+Imported before any operator, in a process whose CUDA driver is the stub. ``launched`` lists the texts of the calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxing import jax
+
+from scan_registry import kernels
+from scan_registry.jax import ffi, primitives
+from scan_registry.kernels.model import Variant
+from scan_registry.ops import _cpu
+
+__all__ = ["jax", "launched"]
+
+launched: list[dict[str, Any]] = []
+
+
+def linear_scan(
+    variant: Variant, names: tuple[str, ...], scalars: Mapping[str, int]
+) -> Callable[..., Any]:
+    direction = variant.kernel.removeprefix("time_last_").removeprefix("channel_last_")
+    layout = variant.kernel.removesuffix(f"_{direction}")
+    numbers = (*[value for name, value in scalars.items() if name != "flags"], scalars["flags"] & 1)
+    dtype = variant.text("dtype")
+    dtypes = dtype, dict(variant.statics).get("gates", dtype)
+
+    def run(pointers: tuple[int | None, ...]) -> None:
+        own = pointers[: names.index("workspace")] if "workspace" in names else pointers
+        workspace = (None,) if direction in ("forward", "backward") else ()
+        more = (layout,) if direction == "reduction" else ()
+        getattr(_cpu, direction)(*dtypes, own + workspace, numbers, 1, *more)
+
+    return run
+
+
+#: By family: a function of addresses that does what a kernel does.
+FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {"linear_scan": linear_scan}
+
+
+def resolve(text: str, ordinal: int) -> tuple[Any, ...]:
+    words = json.loads(text)
+    launched.append(words)
+    variant = Variant.parse(words["gpu"])
+    kernel = kernels.family(variant.family).kernel(variant.kernel, variant.language)
+    assert set(words["scalars"]) >= {p.name for p in kernel.parameters if p.kind == "i64"}
+    scalars = {p.name: words["scalars"][p.name] for p in kernel.parameters if p.kind == "i64"}
+    run = FAMILIES[variant.family](variant, tuple(kernel.pointers), scalars)
+    return run, tuple(words["places"]), (), (), ffi.ALIGNMENT
+
+
+ffi._resolve = resolve
+_on = primitives._Primitive.on
+primitives._Primitive.on = lambda self, platform, *arrays, **static: _on(  # type: ignore[method-assign]
+    self, "cuda" if platform == "cpu" else platform, *arrays, **static
+)
