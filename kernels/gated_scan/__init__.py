@@ -10,3 +10,5 @@ PUBLIC = {
 }
 #: The same of the names in ``scan_registry.distributed``.
 DISTRIBUTED = {"gated_scan": "op.distributed"}
+#: The same of the names in ``scan_registry.jax``.
+JAX = {"gated_scan": "jax", "hgrn": "jax", "min_gru": "jax", "min_lstm": "jax", "rg_lru": "jax"}

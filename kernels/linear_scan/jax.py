@@ -195,7 +195,7 @@ class _LinearScan(Operator):
             "offsets": None if cu_seqlens is None else checks.as_int64(cu_seqlens),
         }
         outputs = {"states": outline_of(tokens), "final_state": of_state if options.final else None}
-        starts = {"final_state": _leaving(initial, of_state, cu_seqlens)}
+        starts = {"final_state": packing.leaving(initial, *of_state, cu_seqlens)}
         written = _call(platform, call.problem, inputs, outputs, starts, options)
         return (
             None if written is None else [*written.values()][: len(self.shapes(operands, options))]
@@ -315,7 +315,7 @@ class _LinearScan(Operator):
             "tokens_grad": outline_of(states) if 1 in wanted or reduction is not None else None,
             "initial_state_grad": of_state if 2 in wanted else None,
         }
-        starts = {"initial_state_grad": _leaving(of_final, of_state, cu_seqlens)}
+        starts = {"initial_state_grad": packing.leaving(of_final, *of_state, cu_seqlens)}
         written = _call(platform, call.problem, inputs, outputs, starts, options)
         if written is None:
             return None
@@ -345,7 +345,7 @@ def _call(
     """What the kernel of a problem writes; None if none runs on this GPU."""
     if platform != "cpu":
         kernel = GpuKernel(FAMILY, problem, options.backend, options.lowest)
-        return call_on_gpu(kernel, inputs, outputs, starts)
+        return call_on_gpu(kernel, inputs, lambda scalars: outputs, starts)
     scalars, of = problem.scalars(), parameters(problem.direction)
     function = CpuFunction(
         problem.direction,
@@ -367,14 +367,6 @@ def _written(gates: Any, states: Any, call: KernelCall) -> Any:
     if call.gates_shape is not None:
         gates = jnp.broadcast_to(gates, call.gates_shape)
     return jnp.broadcast_to(gates, states.shape) if "gates" in call.copied else gates
-
-
-def _leaving(entering: Any, outline: Outline, cu_seqlens: Any) -> Any:
-    """What a state that leaves holds before the scan. Kernels write none for sequences without steps, which leave what
-    enters them."""
-    if cu_seqlens is None:
-        return None
-    return jnp.zeros(*outline) if entering is None else entering
 
 
 def _sum_to(array: Any, shape: tuple[int, ...]) -> Any:

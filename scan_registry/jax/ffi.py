@@ -84,10 +84,11 @@ def call_on_cpu(
 def call_on_gpu(
     kernel: GpuKernel,
     inputs: Mapping[str, Any],
-    outputs: Mapping[str, Outline | None],
+    outputs: Callable[[Mapping[str, int]], Mapping[str, Outline | None]],
     starts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The arrays that a kernel writes, by the names of its pointers; None if no kernel runs on this GPU, and plain JAX may."""
+    """The arrays that a kernel writes, by the names of its pointers; None if no kernel runs on this GPU, and plain JAX may.
+    ``outputs`` takes the integer parameters of the launch."""
     ordinal = first_gpu()
     plan = loader.prepare(ordinal, kernel.family, kernel.problem, kernel.backend, kernel.lowest)
     shape, binary = plan.decision.launch(), plan.binary
@@ -104,14 +105,15 @@ def call_on_gpu(
         "workspace": shape.workspace,
         "zeroed": shape.zeroed,
     }
+    written = dict(outputs(shape.scalars))
     if shape.workspace:
-        outputs = {**outputs, "workspace": ((shape.workspace,), "uint8")}
+        written["workspace"] = (shape.workspace,), "uint8"
     launch = plan.launch
     return _call(
         words,
         of.pointers,
         inputs,
-        outputs,
+        written,
         starts or {},
         lambda text: _LAUNCHES.update({(ordinal, text): launch}),
     )

@@ -104,6 +104,14 @@ def first_products(
     return jnp.where(empty, 0 if of_final is None else of_final, product)
 
 
+def leaving(entering: Any, shape: tuple[int, ...], dtype: str, cu_seqlens: Any) -> Any:
+    """What a state that leaves holds before the scan; None where it does not matter. Kernels write none for packed
+    sequences without steps, which leave what enters them."""
+    if cu_seqlens is None:
+        return None
+    return jnp.zeros(shape, dtype) if entering is None else entering
+
+
 def _shifted(values: Any, dim: int, reverse: bool) -> Any:
     """Each step has the value of the step before it in the scan's order; the first has zero."""
     zero = jnp.zeros_like(lax.slice_in_dim(values, 0, 1, axis=dim))

@@ -225,6 +225,7 @@ KERNELS_MAY = {
     "cases": {"torch"},
     "functions": {"torch"},
     "jax": {"jax"},
+    "jax_gates": {"jax"},
     "kinds": {"torch"},  # in functions: a spec that imports it imports no torch
     "solution": {"torch"},
     "triton_columns": {"triton"},

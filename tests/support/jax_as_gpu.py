@@ -6,6 +6,7 @@ Imported before any operator, in a process whose CUDA driver is the stub. ``laun
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from jaxing import jax
 
 from scan_registry import kernels
 from scan_registry.jax import ffi, primitives
+from scan_registry.kernels.gated_scan.problem import HEADERS
 from scan_registry.kernels.model import Variant
 from scan_registry.ops import _cpu
 
@@ -40,8 +42,50 @@ def linear_scan(
     return run
 
 
+def gated_scan(
+    variant: Variant, names: tuple[str, ...], scalars: Mapping[str, int]
+) -> Callable[..., Any]:
+    _, direction = variant.kernel.rsplit("_", 1)
+    inputs = tuple(f"input{n}" for n in range(4))
+    grads = tuple(f"{name}_grad" for name in inputs)
+    strided = {
+        "forward": (*inputs, "states", "initial_state", "final_state"),
+        "backward": (
+            *(*inputs, "states", "states_grad", *grads),
+            *("initial_state", "final_state_grad", "initial_state_grad"),
+        ),
+    }[direction]
+    shared = {**dict.fromkeys(inputs, "inputs"), **dict.fromkeys(grads, "grads")}
+    shared |= dict.fromkeys(strided[-3 if direction == "backward" else -2 :], "state")
+    sizes = [scalars[name] for name in ("batch", "channels", "time", "sequences", "reset_batch")]
+    strides = [
+        scalars[f"{shared.get(name, name)}_{dimension}"]
+        for name in strided
+        for dimension in ("batch", "channel", "time")
+    ]
+    kind = variant.text("kind")
+    of_kind = HEADERS[kind]
+
+    def run(pointers: tuple[int | None, ...]) -> None:
+        own = dict(zip(names, pointers, strict=True))
+        order = (*strided, "parameters", "reset", "offsets")
+        if direction == "backward":
+            order = (*order, "parameters_grad")
+            if sums := own["parameters_grad"]:  # C code writes one of the parts
+                size = 4 * scalars["parts"] * len(of_kind.parameters) * scalars["channels"]
+                ctypes.memset(sums, 0, size)
+        numbers = (*sizes, scalars["flags"] & 3, *strides)
+        function = getattr(_cpu, f"gated_scan_{direction}")
+        function(kind, variant.text("dtype"), tuple(own[name] for name in order), numbers, 1)
+
+    return run
+
+
 #: By family: a function of addresses that does what a kernel does.
-FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {"linear_scan": linear_scan}
+FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "gated_scan": gated_scan,
+    "linear_scan": linear_scan,
+}
 
 
 def resolve(text: str, ordinal: int) -> tuple[Any, ...]:

@@ -95,9 +95,9 @@ class GatedScan(operator.Operator):
         return (name, *inputs, *parameters), values
 
     def family_of(self, call: operator.KernelCall) -> str:
-        from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
+        from scan_registry.kernels.gated_scan.op import calls as gated_scan_calls
 
-        return self.name if isinstance(call, gated_scan_problems.KernelCall) else "linear_scan"
+        return self.name if isinstance(call, gated_scan_calls.KernelCall) else "linear_scan"
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> operator.ParsedCall:
         if len(shape) != 3:

@@ -18,8 +18,8 @@ from scan_registry.dispatch.select import Decision
 from scan_registry.kernels import family
 from scan_registry.kernels.gated_scan.op import composed, cpu
 from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options, check_operator
+from scan_registry.kernels.gated_scan.op.calls import KernelCall
 from scan_registry.kernels.gated_scan.op.problems import (
-    KernelCall,
     aligned_reset,
     has_kernels,
     is_linear,

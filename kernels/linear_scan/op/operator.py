@@ -83,9 +83,9 @@ class LinearScan(Operator):
 
     def family_of(self, call: KernelCall) -> str:
         """States that start anew are scanned by ``gated_scan``."""
-        from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
+        from scan_registry.kernels.gated_scan.op import calls as gated_scan_calls
 
-        return "gated_scan" if isinstance(call, gated_scan_problems.KernelCall) else self.name
+        return "gated_scan" if isinstance(call, gated_scan_calls.KernelCall) else self.name
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
         gates_dtype, gates_shape, cu_seqlens = dtype, shape, None

@@ -19,7 +19,7 @@ from scan_registry.kernels.gated_scan.op import plans as gated_scan_plans
 from scan_registry.kernels.gated_scan.op import problems as gated_scan_problems
 from scan_registry.kernels.gated_scan.op.arguments import COMPILED, Arguments
 from scan_registry.kernels.gated_scan.op.arguments import Options as GatedOptions
-from scan_registry.kernels.gated_scan.op.problems import KernelCall
+from scan_registry.kernels.gated_scan.op.calls import KernelCall
 from scan_registry.kernels.linear_scan.op import stretches as resets
 from scan_registry.kernels.linear_scan.op.arguments import Options
 from scan_registry.kernels.linear_scan.reference import compute_dtype
