@@ -17,8 +17,8 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks, packing
 from scan_registry.jax.ffi import (
     CpuFunction,
-    GpuKernel,
     Outline,
+    Selection,
     call_on_cpu,
     call_on_gpu,
     outline_of,
@@ -27,7 +27,12 @@ from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
 from scan_registry.kernels.gated_scan.jax_gates import GATES, compose
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.op import calls
-from scan_registry.kernels.gated_scan.problem import DTYPES, MOST_INPUTS, Direction
+from scan_registry.kernels.gated_scan.problem import (
+    DTYPES,
+    MOST_INPUTS,
+    Direction,
+    GatedScanProblem,
+)
 from scan_registry.kernels.gated_scan.spec import FAMILY
 from scan_registry.kernels.linear_scan.jax import linear_scan, state_shape
 from scan_registry.ops import _cpu
@@ -355,10 +360,10 @@ class _GatedScan(Operator):
         operands: Arrays,
         options: Options,
     ) -> dict[str, Any] | None:
-        if platform == "cpu":
-            function = self._function(direction, inputs, outputs, operands, options)
-            return call_on_cpu(function, inputs, outputs, starts)
         problem = self.call(platform, direction, operands, options).problem
+        if platform == "cpu":
+            function = self._function(problem, inputs, outputs, operands, options)
+            return call_on_cpu(function, inputs, outputs, starts)
 
         def in_parts(scalars: Any) -> dict[str, Outline | None]:
             sums = outputs.get("parameters_grad")
@@ -366,13 +371,19 @@ class _GatedScan(Operator):
                 return outputs
             return {**outputs, "parameters_grad": ((scalars["parts"], *sums[0]), sums[1])}
 
-        kernel = GpuKernel(FAMILY, problem, options.backend, options.lowest)
+        kernel = Selection(FAMILY, problem, options.backend, options.lowest)
         return call_on_gpu(kernel, inputs, in_parts, starts)
 
     def _function(
-        self, direction: Direction, inputs: Any, outputs: Any, operands: Arrays, options: Options
+        self,
+        problem: GatedScanProblem,
+        inputs: Any,
+        outputs: Any,
+        operands: Arrays,
+        options: Options,
     ) -> CpuFunction:
         """The C code's pointers and numbers: strides of batch, channel, and time or sequence of each array."""
+        direction = problem.direction
         of_inputs = tuple(f"input{n}" for n in range(MOST_INPUTS))
         strided = {
             "forward": (*of_inputs, "states", "initial_state", "final_state"),
@@ -394,6 +405,8 @@ class _GatedScan(Operator):
             (*strided, "parameters", "reset", "offsets", *sums),
             (self.kind.source, str(first.dtype)),
             (*sizes, sequences, 0 if reset is None else reset.shape[1], flags, *strides),
+            (),
+            Selection(FAMILY, problem, options.backend, options.lowest),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks, packing
 from scan_registry.jax.ffi import (
     CpuFunction,
-    GpuKernel,
     Outline,
+    Selection,
     call_on_cpu,
     call_on_gpu,
     outline_of,
@@ -51,6 +51,7 @@ def linear_scan(
     cu_seqlens: Any = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
+    axis_name: str | None = None,
 ) -> Any:
     """States of the linear recurrence x[t] = gates[t] * x[t-1] + tokens[t] along ``dim``.
 
@@ -67,6 +68,8 @@ def linear_scan(
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along ``dim`` begin, and where the last one
             ends: 0, …, T. Each starts from its own initial state. Empty ones are allowed. On a GPU values are not checked.
         return_final_state: return ``(states, final_state)``; the final state is in float32 for narrower tokens.
+        axis_name: in ``shard_map``, the axis of the mesh between whose devices time is cut, in their order. ``initial_state`` is
+            the state before the first part, and the final state the one after the last part, alike on all devices.
         backend: ``auto``; ``cuda`` or ``triton`` for kernels in that language alone; ``reference`` for operators of JAX.
 
     Raises:
@@ -109,7 +112,14 @@ def linear_scan(
         if jnp.iscomplexobj(initial_state) and not jnp.iscomplexobj(tokens):
             raise TypeError(f"initial_state is complex, the states are {of_tokens}")
         initial_state = jnp.broadcast_to(initial_state.astype(state_dtype_of(of_tokens)), of_state)
-    results = scan((gates, tokens, initial_state, cu_seqlens), options)
+    if axis_name is not None:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens does not go with axis_name")
+        from scan_registry.kernels.linear_scan.jax_sharded import scan_over
+
+        results = scan_over(gates, tokens, initial_state, axis_name, options)
+    else:
+        results = scan((gates, tokens, initial_state, cu_seqlens), options)
     return tuple(results) if return_final_state else results[0]
 
 
@@ -135,6 +145,11 @@ def state_shape(shape: Sequence[int], dim: int, sequences: int | None) -> tuple[
     dim %= len(shape)
     between = () if sequences is None else (sequences,)
     return (*shape[:dim], *between, *shape[dim + 1 :])
+
+
+def facts_of(array: Any, platform: str) -> TensorFacts:
+    """What is known of an array on a platform, where it lies without gaps."""
+    return TensorFacts.dense(*outline_of(array), platform)
 
 
 def kernel_call(
@@ -189,7 +204,7 @@ class _LinearScan(Operator):
             "forward", outline_of(gates), outline_of(tokens), sequences, options, platform
         )
         inputs = {
-            "gates": _written(gates, tokens, call),
+            "gates": written_gates(gates, tokens, call),
             "tokens": tokens,
             "initial_state": initial,
             "offsets": None if cu_seqlens is None else checks.as_int64(cu_seqlens),
@@ -227,17 +242,9 @@ class _LinearScan(Operator):
         states = results[0]
         added = jnp.zeros_like(states) if of_tokens is None else of_tokens
         if of_gates is not None:
-            before = self._preceding(states, initial, cu_seqlens, options)
+            before = preceding(states, initial, cu_seqlens, options)
             added = (added + of_gates * before).astype(states.dtype)
         return scan((gates, added, of_initial, cu_seqlens), options)
-
-    @staticmethod
-    def _preceding(states: Any, initial: Any, cu_seqlens: Any, options: Options) -> Any:
-        """The state before each step, in the dtype of the computation."""
-        wide = states.astype(state_dtype_of(str(states.dtype)))
-        return packing.preceding(
-            wide, initial, cu_seqlens, options.dim % states.ndim, options.reverse
-        )
 
     def adjoint(
         self,
@@ -248,8 +255,9 @@ class _LinearScan(Operator):
         options: Options,
     ) -> list[Any]:
         gates, _, initial, cu_seqlens = operands
-        states, dim = results[0], options.dim % results[0].ndim
-        of_states, of_final = self._cotangents(states, cotangents)
+        of_states, of_final = self._cotangents(results[0], cotangents)
+        states = of_states if results[0] is None else results[0]
+        dim = options.dim % states.ndim
         compute = state_dtype_of(str(states.dtype))
         broadcast = jnp.broadcast_to(gates.astype(compute), states.shape)
         first = (broadcast, cu_seqlens, dim, options.reverse)
@@ -257,9 +265,13 @@ class _LinearScan(Operator):
         later = packing.following(*first)
         back = options._replace(reverse=not options.reverse, final=False)
         (adjoint,) = scan((later, of_states.astype(compute), of_final, cu_seqlens), back)
-        before = self._preceding(states, initial, cu_seqlens, options)
-        gradients = {
-            0: lambda: _sum_to(adjoint * before, gates.shape).astype(gates.dtype),
+
+        def of_gates() -> Any:
+            before = preceding(states, initial, cu_seqlens, options)
+            return _sum_to(adjoint * before, gates.shape).astype(gates.dtype)
+
+        gradients: dict[int, Callable[[], Any]] = {
+            0: of_gates,
             1: lambda: adjoint.astype(states.dtype),
             2: lambda: packing.first_products(
                 broadcast, adjoint, of_final, cu_seqlens, dim, options.reverse
@@ -282,10 +294,10 @@ class _LinearScan(Operator):
         options: Options,
     ) -> list[Any] | None:
         gates, _, initial, cu_seqlens = operands
-        states = results[0]
+        of_states, of_final = self._cotangents(results[0], cotangents)
+        states = of_states if results[0] is None else results[0]
         if states.size == 0 or options.backend == "reference":
             return None
-        of_states, of_final = self._cotangents(states, cotangents)
         if jnp.iscomplexobj(states):  # kernels conjugate factors, and JAX does not
             of_states, of_final = _conjugate(of_states), _conjugate(of_final)
         sequences = packing.sequences_of(cu_seqlens)
@@ -294,13 +306,13 @@ class _LinearScan(Operator):
         )
         reduction = None
         if 0 in wanted and gates.shape != states.shape:
-            facts = [TensorFacts.dense(*outline_of(a), platform) for a in (gates, states)]
+            facts = [facts_of(array, platform) for array in (gates, states)]
             reduction = calls.make_reduction_call(
                 facts[0], facts[1], sequences, options.dim, options.reverse
             )
         offsets = None if cu_seqlens is None else checks.as_int64(cu_seqlens)
         inputs = {
-            "gates": _written(gates, states, call),
+            "gates": written_gates(gates, states, call),
             "states": states if 0 in wanted and reduction is None else None,
             "states_grad": of_states,
             "initial_state": initial,
@@ -344,7 +356,7 @@ def _call(
 ) -> dict[str, Any] | None:
     """What the kernel of a problem writes; None if none runs on this GPU."""
     if platform != "cpu":
-        kernel = GpuKernel(FAMILY, problem, options.backend, options.lowest)
+        kernel = Selection(FAMILY, problem, options.backend, options.lowest)
         return call_on_gpu(kernel, inputs, lambda scalars: outputs, starts)
     scalars, of = problem.scalars(), parameters(problem.direction)
     function = CpuFunction(
@@ -353,6 +365,7 @@ def _call(
         (problem.dtype, problem.gates_dtype),
         tuple(scalars[p.name] for p in of if p.kind == "i64"),
         (problem.layout,) if problem.direction == "reduction" else (),
+        Selection(FAMILY, problem, options.backend, options.lowest),
     )
     return call_on_cpu(function, inputs, outputs, starts)
 
@@ -362,11 +375,17 @@ def _compose(first: Any, second: Any) -> Any:
     return first[0] * second[0], second[0] * first[1] + second[1]
 
 
-def _written(gates: Any, states: Any, call: KernelCall) -> Any:
+def written_gates(gates: Any, states: Any, call: KernelCall) -> Any:
     """Gates in the shape in which the kernel reads them."""
     if call.gates_shape is not None:
         gates = jnp.broadcast_to(gates, call.gates_shape)
     return jnp.broadcast_to(gates, states.shape) if "gates" in call.copied else gates
+
+
+def preceding(states: Any, initial: Any, cu_seqlens: Any, options: Options) -> Any:
+    """The state before each step, in the dtype of the computation."""
+    wide = states.astype(state_dtype_of(str(states.dtype)))
+    return packing.preceding(wide, initial, cu_seqlens, options.dim % states.ndim, options.reverse)
 
 
 def _sum_to(array: Any, shape: tuple[int, ...]) -> Any:

@@ -104,6 +104,7 @@ def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
         python=platform.python_version(),
         version=__version__,
         torch=_torch(),
+        jax=_version_of("jax"),
         driver=driver,
         toolchains=jit.toolchains(),
         providers=stock.states,
@@ -261,9 +262,14 @@ def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
 
 
 def _torch() -> str | None:
-    """Its installed version; some installers leave metadata of an older form alone."""
+    """Its installed version."""
+    return _version_of("torch")
+
+
+def _version_of(package: str) -> str | None:
+    """The installed version; some installers leave metadata of an older form alone."""
     try:
-        return distributions.version("torch") or version("torch")
+        return distributions.version(package) or version(package)
     except PackageNotFoundError:
         return None
 
@@ -327,6 +333,7 @@ def document(report: Report) -> dict[str, Any]:
         "cpu": {"works": here.cpu is None, "missing": here.cpu},
         "python": here.python,
         "torch": here.torch,
+        "jax": here.jax,
         "driver": dotted(here.driver) if here.driver else None,
         "compilers": {
             language: {"identity": None, "cuda": None, "missing": toolchain}

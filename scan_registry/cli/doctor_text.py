@@ -36,6 +36,7 @@ def show_report(report: Report) -> None:
     console.print(f"[bold]scan-registry {here.version}[/]")
     say(console, f"python     {here.python}")
     say(console, f"torch      {here.torch or 'not installed'}")
+    say(console, f"jax        {here.jax or 'not installed'}")
     for language, tools in here.toolchains.items():
         text = tools if isinstance(tools, str) else f"{tools.identity} (CUDA {dotted(tools.cuda)})"
         say(console, f"{language:10} {text}")

@@ -1,7 +1,6 @@
 """What an installation can do on a GPU, what is wrong with it, and what would let it do more.
 
-Pure: it asks selection about systems that it is given. What a remedy would do is asked, too, of the
-same system with that one thing changed, so that nothing is advised that would not help.
+Pure: it asks selection about systems that it is given, and about each with a remedy applied: only what helps is advised.
 """
 
 from __future__ import annotations
@@ -140,6 +139,7 @@ class Installation:
     python: str
     version: str
     torch: str | None
+    jax: str | None
     driver: CudaVersion | None
     toolchains: Mapping[Language, Toolchain | str]
     providers: tuple[ProviderState, ...]

@@ -5,6 +5,7 @@ Everything here is read from the :class:`Decision` that dispatch itself would ac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -186,7 +187,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     Args:
         operator: a public operator, a function of ``scan_registry`` that runs kernels; also a function of one kind of
-            ``gated_scan``, such as ``min_gru``.
+            ``gated_scan``, such as ``min_gru``, or a function of ``scan_registry.jax``.
         args, kwargs: what it would be called with. The tensors' device decides; a derivative counts
             where a tensor requires one.
 
@@ -201,6 +202,11 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """
     from scan_registry.runtime.loader import system
 
+    if "scan_registry.jax.ffi" in sys.modules:  # as it is where a function for JAX is
+        from scan_registry.diagnostics.explanation_of_jax import explained_for_jax
+
+        if (for_jax := explained_for_jax(operator, args, kwargs)) is not None:
+            return for_jax
     explained, name = called_by(operator)
     if name != explained.name:
         args, kwargs = explained.call_of(name, args, kwargs)

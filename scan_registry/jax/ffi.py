@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import cache
 from hashlib import sha256
 from typing import Any
@@ -34,8 +35,23 @@ PLATFORMS = ("cpu", "cuda")
 #: Of the addresses that a kernel for a GPU may rely on: XLA gives more, and the handler checks it.
 ALIGNMENT = 16
 
+#: Within ``explaining``: the decisions for all kernels of what is compiled. Nothing is loaded then.
+decisions: ContextVar[list[Decision] | None] = ContextVar(
+    "scan_registry.jax.decisions", default=None
+)
+
 #: A shape and a dtype, by its name.
 Outline = tuple[tuple[int, ...], str]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one kernel is selected by; ``backend`` is the language, ``lowest`` the lowest tier that is allowed."""
+
+    family: Family
+    problem: Problem
+    backend: Backend
+    lowest: Tier
 
 
 @dataclass(frozen=True)
@@ -46,23 +62,15 @@ class CpuFunction:
     before    arguments before the tuple of addresses
     numbers   the tuple after that
     after     arguments after the number of threads
+    of        the problem that it solves
     """
 
     name: str
     pointers: tuple[str, ...]
     before: tuple[str, ...]
     numbers: tuple[int, ...]
-    after: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class GpuKernel:
-    """A problem that one kernel solves on a GPU; ``backend`` and ``lowest`` are as for selection."""
-
-    family: Family
-    problem: Problem
-    backend: Backend
-    lowest: Tier
+    after: tuple[Any, ...]
+    of: Selection
 
 
 def call_on_cpu(
@@ -72,6 +80,9 @@ def call_on_cpu(
     starts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The arrays that a function writes, by the names of its pointers. ``starts`` are what outputs hold before."""
+    if (recorded := decisions.get()) is not None:
+        of = function.of
+        recorded.append(loader.decide(None, of.family, of.problem, of.backend, Tier.REFERENCE))
     words = {
         "cpu": function.name,
         "before": function.before,
@@ -82,7 +93,7 @@ def call_on_cpu(
 
 
 def call_on_gpu(
-    kernel: GpuKernel,
+    kernel: Selection,
     inputs: Mapping[str, Any],
     outputs: Callable[[Mapping[str, int]], Mapping[str, Outline | None]],
     starts: Mapping[str, Any] | None = None,
@@ -90,7 +101,18 @@ def call_on_gpu(
     """The arrays that a kernel writes, by the names of its pointers; None if no kernel runs on this GPU, and plain JAX may.
     ``outputs`` takes the integer parameters of the launch."""
     ordinal = first_gpu()
-    plan = loader.prepare(ordinal, kernel.family, kernel.problem, kernel.backend, kernel.lowest)
+    how = ordinal, kernel.family, kernel.problem, kernel.backend, kernel.lowest
+    if (recorded := decisions.get()) is not None:
+        decision = loader.decide(*how)
+        recorded.append(decision)
+        shape = decision.launch()
+        # What is compiled is not run.
+        return (
+            None
+            if shape is None
+            else {n: jnp.zeros(*o) for n, o in outputs(shape.scalars).items() if o is not None}
+        )
+    plan = loader.prepare(*how)
     shape, binary = plan.decision.launch(), plan.binary
     if plan.launch is None or shape is None or binary is None:
         _warn(plan.decision)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from scan_registry.jax.ffi import PLATFORMS, Outline, outline_of
@@ -25,7 +24,7 @@ Arrays = Sequence[Any]
 
 
 #: JAX's own, which have no types for mypy.
-_primitive: Any = Primitive
+_primitive: Any = type(lax.add_p)  # jax.extend.core, which has it too, imports Pallas, for 60 ms
 _zero: Any = ad.Zero
 _undefined: Any = ad.is_undefined_primal
 
@@ -52,7 +51,8 @@ class Operator(Protocol):
     composed  the results, composed of JAX's operators; differentiable
     saved     which operands, and which results, derivatives need
     tangent   the tangents of the results; a tangent that is None is zero
-    adjoint   the gradients of the operands that are ``wanted``, composed of JAX's operators; cotangents that are None are zero
+    adjoint   the gradients of the operands that are ``wanted``, composed of JAX's operators; cotangents that are None are zero.
+              Results are None where an operator that is linear in those operands is transposed
     run_adjoint  the same by the backward kernels, as ``run``
     roles, result_roles  how operands and results take a further dimension of ``vmap``
     """
@@ -136,6 +136,7 @@ def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
     )
     ad.primitive_jvps[forward.primitive] = partial(_forward_jvp, operator, forward, tangent)
     ad.primitive_transposes[tangent.primitive] = partial(_transpose, adjoint)
+    ad.primitive_transposes[forward.primitive] = partial(_transpose_forward, adjoint)
     for one in (forward, tangent, adjoint):
         batching.primitive_batchers[one.primitive] = partial(_batch, operator, one)
     for one in (tangent, adjoint):
@@ -278,6 +279,25 @@ def _transpose(
     of = Derivative(options.options, outlines, wanted)
     gradients = iter(adjoint((operands, results, known), of))
     return [next(gradients) if _undefined(array) else None for array in arrays]
+
+
+def _transpose_forward(
+    adjoint: _Primitive, cotangents: Any, *arrays: Any, present: Any, options: Any
+) -> list[Any]:
+    """Of an operator in a tangent that is linear in those of its operands that are undefined: their gradients need neither these
+    operands nor the results, and has zeros in the place of these operands."""
+    (operands,) = grouped(arrays, present)
+    known = [_zeros(c.aval) if type(c) is ad.Zero else c for c in cotangents]
+    wanted = tuple(i for i, operand in enumerate(operands) if _undefined(operand))
+    outlines = tuple(outline_of(operands[i].aval) for i in wanted)
+    defined = [_zeros(o.aval) if i in wanted else o for i, o in enumerate(operands)]
+    of = Derivative(options, outlines, wanted)
+    gradients = iter(adjoint((defined, [None] * len(known), known), of))
+    return [next(gradients) if _undefined(array) else None for array in arrays]
+
+
+def _zeros(aval: Any) -> Any:
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 # --- Batching ---------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from jaxing import as_torch, check, drawn, errors, jax
 
 import scan_registry
 import scan_registry.jax
+from scan_registry.kernels.gated_scan.jax_gates import GATES
 from scan_registry.kernels.gated_scan.kinds import KINDS
 
 jnp = jax.numpy
@@ -108,6 +109,10 @@ def test_a_dimension_of_vmap() -> None:
         one = jax.jit(gradient)
         apart = [one(x[i], bounds[i] if axes[1] == 0 else of) for i in range(3)]
         assert max(errors(together, jax.tree.map(lambda *each: jnp.stack(each), *apart))) < 1e-5
+
+
+def test_every_kind_has_gates() -> None:
+    assert GATES.keys() == KINDS.keys()
 
 
 def test_a_reset_stops_what_is_infinite() -> None:

@@ -1,0 +1,54 @@
+"""``explain`` of calls on JAX's arrays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jaxing import jax
+
+import scan_registry
+import scan_registry.jax
+
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def test_a_call_on_the_cpu() -> None:
+    """Arguments by place and by name, arrays or outlines of arrays."""
+    tokens = jax.numpy.ones((2, 8, 64), "float32")
+    gates = jax.ShapeDtypeStruct((2, 8, 64), "bfloat16")
+    explained = scan_registry.explain(scan_registry.jax.linear_scan, gates, tokens=tokens, dim=1)
+    assert [step.name for step in explained.steps] == [
+        "channel_last_forward",
+        "channel_last_backward",
+    ]
+    assert explained.device is None
+    assert "jax.linear_scan on the CPU" in str(explained)
+    assert "this package's compiled code for the CPU" in explained.brief()
+
+
+def test_other_functions_are_refused_as_before() -> None:
+    with pytest.raises(TypeError, match="cannot be explained"):
+        scan_registry.explain(scan_registry.jax.__getattr__)
+
+
+def test_a_call_on_a_gpu(stub_driver: Any) -> None:
+    """Nothing is loaded."""
+    script = f"""
+import json, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from jaxing import jax
+import scan_registry.jax
+jax.default_backend = lambda: "gpu"  # as it is with a GPU
+x, a = jax.ShapeDtypeStruct((2, 512, 64), "bfloat16"), jax.ShapeDtypeStruct((64,), "float32")
+explained = scan_registry.explain(scan_registry.jax.rg_lru, x, x, x, a, dim=1)
+print(json.dumps(explained.to_json()))
+"""
+    explained = json.loads(stub_driver.gpu(name="Imaginary GPU").run(script).stdout)
+    assert explained["device"]["name"] == "Imaginary GPU"
+    steps = explained["steps"]
+    assert [step["kernel"] for step in steps] == ["channel_last_forward", "channel_last_backward"]
+    assert all(step["variant"].startswith("gated_scan.") and step["launch"] for step in steps)
+    assert stub_driver.calls("cuModuleLoadData") == []
