@@ -7,3 +7,5 @@ PUBLIC = {
 }
 #: The same of the names in ``scan_registry.distributed``.
 DISTRIBUTED = {"causal_conv1d": "op.distributed"}
+#: The same of the names in ``scan_registry.jax``.
+JAX = {"causal_conv1d": "jax"}

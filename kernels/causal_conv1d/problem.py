@@ -13,6 +13,7 @@ Tensors, with W the width of the filter:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from scan_registry.base.frozen import dataclass
@@ -74,6 +75,17 @@ class Cut:
 def ceil_div(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | None:
+    """Which dimension has unit stride in all tensors; None if none has. For a single step, channels come first."""
+    ways: list[tuple[Layout, int]] = [("time_last", 2), ("channel_last", 1)]
+    if shape[2] == 1 and shape[1] > 1:
+        ways.reverse()
+    for layout, unit in ways:
+        if shape[unit] == 1 or all(of_tensor[unit] == 1 for of_tensor in strides):
+            return layout
+    return None
 
 
 def _lane_bits(count: int) -> int:

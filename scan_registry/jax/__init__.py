@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from scan_registry.base import lazy
 
 if TYPE_CHECKING:
+    from scan_registry.kernels.causal_conv1d.jax import causal_conv1d
     from scan_registry.kernels.gated_scan.jax import gated_scan, hgrn, min_gru, min_lstm, rg_lru
     from scan_registry.kernels.linear_scan.jax import linear_scan
 
-__all__ = ["gated_scan", "hgrn", "linear_scan", "min_gru", "min_lstm", "rg_lru"]
+__all__ = ["causal_conv1d", "gated_scan", "hgrn", "linear_scan", "min_gru", "min_lstm", "rg_lru"]
 
 
 def _of_families() -> dict[str, str]:

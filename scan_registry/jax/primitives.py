@@ -68,6 +68,10 @@ class Operator(Protocol):
     def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         return operands, results
 
+    def folds(self, operands: Arrays) -> bool:
+        """Whether a further dimension may become a part of the first one."""
+        return True
+
     def tangent(
         self, operands: Arrays, results: Arrays, tangents: Arrays, options: Any
     ) -> list[Any]:
@@ -317,6 +321,7 @@ def _batch(
     ]
     of_results = operator.result_roles if wanted is None else [operator.roles[i] for i in wanted]
     fits = all(d is None or role != SHARED for d, role in zip(dims, roles, strict=True))
+    fits = fits and operator.folds(grouped(arrays, present)[0])
     if not fits or (wanted is not None and SHARED in of_results):
         return _one_by_one(of, arrays, dims, present, options)
     batched = [

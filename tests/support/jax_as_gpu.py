@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from jaxing import jax
 
 from scan_registry import kernels
@@ -81,8 +82,43 @@ def gated_scan(
     return run
 
 
+def causal_conv1d(
+    variant: Variant, names: tuple[str, ...], scalars: Mapping[str, int]
+) -> Callable[..., Any]:
+    """In float32, weights too."""
+    _, direction = variant.kernel.rsplit("_", 1)
+    strided = ("x", "y") if direction == "forward" else ("x", "y_grad", "x_grad")
+    sizes = [scalars[n] for n in ("batches", "channels", "time", "width", "sequences")]
+    axes = ("batch", "channel", "time")
+    strides = [scalars[f"{name}_{axis}"] for name in strided for axis in axes]
+    numbers = (*sizes, scalars["flags"] & 1, *strides)
+    batch, channels, _, width, _ = sizes
+    shape = batch * scalars["pieces"], width + 1, channels
+
+    def run(pointers: tuple[int | None, ...]) -> None:
+        own: dict[str, Any] = dict(zip(names, pointers, strict=True))
+        weight, bias = np.zeros((channels, width), "float32"), np.zeros(channels, "float32")
+        own |= {"weight_grad": weight.ctypes.data, "bias_grad": bias.ctypes.data}
+        order = tuple(own[name] for name in jax_of_convolutions()._POINTERS[direction])
+        getattr(_cpu, f"causal_conv1d_{direction}")("float32", "float32", order, numbers, 1)
+        if own.get("partials"):  # C code writes the sums of all pieces
+            floats = ctypes.cast(own["partials"], ctypes.POINTER(ctypes.c_float))
+            partials = np.ctypeslib.as_array(floats, shape)
+            partials[:] = 0
+            partials[0, :width], partials[0, width] = weight[:, ::-1].T, bias
+
+    return run
+
+
+def jax_of_convolutions() -> Any:
+    from scan_registry.kernels.causal_conv1d import jax as module
+
+    return module
+
+
 #: By family: a function of addresses that does what a kernel does.
 FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "causal_conv1d": causal_conv1d,
     "gated_scan": gated_scan,
     "linear_scan": linear_scan,
 }

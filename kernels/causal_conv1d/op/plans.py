@@ -27,10 +27,10 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
 from scan_registry.kernels.causal_conv1d.problem import (
     ConvProblem,
     Direction,
-    Layout,
     ReductionProblem,
     Strides,
     UpdateProblem,
+    layout_of,
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.kernels.model import Problem, Variant
@@ -58,17 +58,6 @@ class KernelCall:
         """No kernel of this family does what another one does, too."""
 
 
-def _layout(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Layout | None:
-    """Which dimension has unit stride in all tensors; None if none has. For a single step, channels come first."""
-    ways: list[tuple[Layout, int]] = [("time_last", 2), ("channel_last", 1)]
-    if shape[2] == 1 and shape[1] > 1:
-        ways.reverse()
-    for layout, unit in ways:
-        if shape[unit] == 1 or all(of_tensor[unit] == 1 for of_tensor in strides):
-            return layout
-    return None
-
-
 def _new_strides(x: Tensor) -> tuple[int, ...]:
     """Of a new tensor like x."""
     return x.stride() if x.is_contiguous() else torch.empty_like(x, device="meta").stride()
@@ -86,13 +75,13 @@ def make_kernel_call(
     x, dense = arguments.x, _new_strides(arguments.x)
     own = {"x": x.stride(), **({} if y_grad is None else {"y_grad": y_grad.stride()})}
     copied: tuple[str, ...] = ()
-    layout = _layout(x.shape, [*own.values(), dense])
+    layout = layout_of(x.shape, [*own.values(), dense])
     if layout is None:
-        layout = _layout(x.shape, [x.stride(), dense])
+        layout = layout_of(x.shape, [x.stride(), dense])
         copied = ("y_grad",)
         if layout is None:
             copied = tuple(own)
-            layout = _layout(x.shape, [dense])
+            layout = layout_of(x.shape, [dense])
             if layout is None:  # batch has unit stride
                 layout = "time_last"
                 dense = torch.empty(x.shape, device="meta").stride()

@@ -1,0 +1,343 @@
+"""``causal_conv1d`` for JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from scan_registry.base.strides import dense_strides
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import Backend
+from scan_registry.jax import checks, packing
+from scan_registry.jax.ffi import (
+    CpuFunction,
+    Outline,
+    Selection,
+    call_on_cpu,
+    call_on_gpu,
+    outline_of,
+)
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
+from scan_registry.kernels.causal_conv1d.problem import (
+    DTYPES,
+    WIDTHS,
+    ConvProblem,
+    Direction,
+    Strides,
+    layout_of,
+)
+from scan_registry.kernels.causal_conv1d.spec import FAMILY
+
+ACCEPTED = (*DTYPES, "float64")
+ACTIVATIONS = (None, "silu", "swish")
+
+
+class Options(NamedTuple):
+    """The arguments that are no arrays. ``dim`` is -1 or -2; ``lowest`` is the lowest tier that was allowed."""
+
+    dim: int
+    silu: bool
+    final: bool
+    backend: Backend
+    lowest: Tier
+
+
+def causal_conv1d(
+    x: Any,
+    weight: Any,
+    bias: Any = None,
+    *,
+    initial_state: Any = None,
+    dim: int = -1,
+    cu_seqlens: Any = None,
+    return_final_state: bool = False,
+    activation: str | None = None,
+    backend: Backend = "auto",
+) -> Any:
+    """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]) over j from 0 to width-1, for each channel by itself.
+
+    Args:
+        x: (batch, channels, time), or with ``dim=1`` (batch, time, channels); float32, bfloat16, float16 or float64.
+        weight: (channels, width), of a width from 2 to 8. float32 weights go with narrower x as they are.
+        bias: (channels,); None for zeros.
+        initial_state: (batch, channels, width-1), the inputs before the first step, the oldest first; with ``cu_seqlens``
+            (sequences, channels, width-1). None for zeros.
+        dim: the time dimension, -1 or 2, or 1 or -2.
+        cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along time begin, and where the last one
+            ends. The batch is 1 then. Values are checked on the CPU alone.
+        return_final_state: return the last width-1 inputs, too, those of the initial state among them.
+        activation: None, or ``"silu"`` or ``"swish"``, which are the same.
+        backend: as for ``linear_scan``.
+
+    Raises:
+        TypeError, ValueError: an argument is not accepted; the message says what is.
+        NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
+    """
+    arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
+    checks.check_arrays(arrays | {"cu_seqlens": cu_seqlens}, dict.fromkeys(arrays, ACCEPTED))
+    checks.check_backend(backend)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; accepted are None, 'silu' and 'swish'")
+    x, weight = jnp.asarray(x), jnp.asarray(weight)
+    if x.ndim != 3:
+        raise ValueError(
+            f"x has shape {x.shape}; it must be (batch, channels, time), or with dim=1 (batch, time, channels)"
+        )
+    if (dim := checks.check_dim(dim, 3)) == -3:
+        raise ValueError("dim is 0; accepted are -1 or 2, and 1 or -2")
+    batch, channels = x.shape[0], x.shape[-1 if dim == -2 else -2]
+    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
+        raise ValueError(
+            f"weight has shape {weight.shape}; it must be (channels, width), here ({channels}, {WIDTHS[0]} to {WIDTHS[-1]})"
+        )
+    if (x.dtype == "float64") != (weight.dtype == "float64"):
+        raise TypeError(f"x has dtype {x.dtype}, weight {weight.dtype}; they do not mix")
+    weight = weight.astype(
+        x.dtype if weight.dtype == x.dtype else jnp.promote_types(x.dtype, "float32")
+    )
+    if bias is not None:
+        bias = jnp.asarray(bias).astype(weight.dtype)
+        if bias.shape != (channels,):
+            raise ValueError(f"bias has shape {bias.shape}; it must be ({channels},)")
+    rows = batch
+    if cu_seqlens is not None:
+        cu_seqlens = jnp.asarray(cu_seqlens)
+        checks.check_cu_seqlens(cu_seqlens)
+        if batch != 1:
+            raise ValueError(f"x has shape {x.shape}; with cu_seqlens the batch must be 1")
+        rows = cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        of_state = rows, channels, weight.shape[1] - 1
+        initial_state = jnp.asarray(initial_state).astype(x.dtype)
+        if initial_state.shape != of_state:
+            raise ValueError(
+                f"initial_state has shape {initial_state.shape}; it must be {of_state}"
+            )
+    final = checks.check_bool("return_final_state", return_final_state)
+    options = Options(dim, activation is not None, final, backend, policy.lowest())
+    results = convolve((x, weight, bias, initial_state, cu_seqlens), options)
+    return tuple(results) if return_final_state else results[0]
+
+
+class _CausalConv1d(Operator):
+    """Operands: x, weight, bias, initial state, cu_seqlens. Results: y, and maybe the final state."""
+
+    name = "causal_conv1d"
+    roles = (FOLD, SHARED, SHARED, FOLD, SHARED)
+    result_roles = (FOLD, FOLD)
+
+    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
+        x = outline_of(operands[0])
+        return [x, *([self._state(operands, options)] if options.final else [])]
+
+    @staticmethod
+    def _state(operands: Arrays, options: Options) -> Outline:
+        x, weight, _, _, cu_seqlens = operands
+        rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return (rows, weight.shape[0], weight.shape[1] - 1), str(x.dtype)
+
+    def folds(self, operands: Arrays) -> bool:
+        return operands[4] is None  # sequences are packed in a batch of 1
+
+    def composed(self, operands: Arrays, options: Options) -> list[Any]:
+        x, weight, bias, state, cu_seqlens = operands
+        compute = "float64" if x.dtype == "float64" else "float32"
+        rows = x if options.dim == -1 else x.swapaxes(1, 2)
+        wide, time, width = rows.astype(compute), rows.shape[2], weight.shape[1]
+        of_state, dtype = self._state(operands, options)
+        before = jnp.zeros(of_state, compute) if state is None else state.astype(compute)
+        inputs = _Inputs(wide, before, cu_seqlens)
+        steps = jnp.arange(time)
+        taps = (inputs.at(steps, j) * weight[:, width - 1 - j, None] for j in range(width))
+        y: Any = sum(taps)
+        if bias is not None:
+            y = y + bias[:, None]
+        if options.silu:
+            y = jax.nn.silu(y)
+        results = [(y if options.dim == -1 else y.swapaxes(1, 2)).astype(x.dtype)]
+        if options.final:
+            results.append(inputs.last(width - 1).astype(dtype))
+        return results
+
+    def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
+        return operands, [None for _ in results]
+
+    def run(self, platform: str, operands: Arrays, options: Options) -> list[Any] | None:
+        if not _has_kernels(operands, options):
+            return None
+        of_state = self._state(operands, options)
+        outputs = {
+            "y": outline_of(operands[0]),
+            "final_state": of_state if options.final else None,
+        }
+        starts = {"final_state": packing.leaving(operands[3], *of_state, operands[4])}
+        written = _call(platform, "forward", _inputs(operands), outputs, starts, operands, options)
+        return (
+            None if written is None else [written[n] for n, o in outputs.items() if o is not None]
+        )
+
+    def run_adjoint(
+        self,
+        platform: str,
+        operands: Arrays,
+        results: Arrays,
+        cotangents: Arrays,
+        wanted: Sequence[int],
+        options: Options,
+    ) -> list[Any] | None:
+        if not _has_kernels(operands, options):
+            return None
+        x, weight = operands[0], operands[1]
+        of_y, of_final = (*cotangents, None)[:2]
+        of_state = self._state(operands, options)
+        inputs = {
+            **_inputs(operands),
+            "y_grad": jnp.zeros_like(x) if of_y is None else of_y,
+            "final_state_grad": of_final,
+        }
+        outputs: dict[str, Outline | None] = {
+            "x_grad": outline_of(x),
+            "weight_grad": outline_of(weight) if 1 in wanted else None,
+            "bias_grad": outline_of(weight[:, 0]) if 2 in wanted else None,
+            "initial_state_grad": of_state if 3 in wanted else None,
+        }
+        starts = {"initial_state_grad": packing.leaving(of_final, *of_state, operands[4])}
+        written = _call(platform, "backward", inputs, outputs, starts, operands, options)
+        if written is None:
+            return None
+        if "partials" in written:
+            sums, width = written["partials"].sum(0), weight.shape[1]
+            written["weight_grad"] = sums[:width][::-1].T.astype(weight.dtype)
+            written["bias_grad"] = sums[width].astype(weight.dtype)
+        return [written[tuple(outputs)[i]] for i in wanted]
+
+
+class _Inputs:
+    """x (B, C, T), with what comes before: a state for each batch, or for each packed sequence."""
+
+    def __init__(self, x: Any, state: Any, cu_seqlens: Any) -> None:
+        self._x, self._state, self._bounds = x, state, cu_seqlens
+        self._steps = jnp.arange(x.shape[2])
+        self._numbers = self._begins = jnp.zeros_like(self._steps)
+        if cu_seqlens is not None:
+            self._numbers = jnp.searchsorted(cu_seqlens[1:], self._steps, side="right")
+            self._begins = cu_seqlens[:-1][self._numbers]
+
+    def at(self, steps: Any, back: int) -> Any:
+        """The inputs so many steps back from each step of x."""
+        places = steps - back
+        own = jnp.take(self._x, places, axis=2, mode="clip")
+        before = places - self._begins  # of the sequence's first step; below zero in the state
+        earlier = jnp.clip(self._state.shape[2] + before, 0, self._state.shape[2] - 1)
+        if self._bounds is None:
+            of_state = jnp.take(self._state, earlier, axis=2)
+        else:
+            of_state = self._state[self._numbers, :, earlier].T[None]
+        return jnp.where(before >= 0, own, of_state)
+
+    def last(self, count: int) -> Any:
+        """The last inputs of each sequence."""
+        length = self._x.shape[2]
+        if self._bounds is None:
+            return jnp.concatenate([self._state, self._x], axis=2)[:, :, length:]
+        begins, ends = self._bounds[:-1, None], self._bounds[1:, None]
+        places = ends - count + jnp.arange(count)
+        own = jnp.take(self._x[0], places, axis=1, mode="clip").swapaxes(0, 1)
+        earlier = jnp.clip(count + places - begins, 0, count - 1)[:, None]
+        of_state = jnp.take_along_axis(self._state, earlier, axis=2)
+        return jnp.where((places >= begins)[:, None], own, of_state)
+
+
+def _has_kernels(operands: Arrays, options: Options) -> bool:
+    x = operands[0]
+    return str(x.dtype) in DTYPES and x.size > 0 and options.backend in ("auto", "cuda")
+
+
+def _inputs(operands: Arrays) -> dict[str, Any]:
+    x, weight, bias, state, cu_seqlens = operands
+    offsets = None if cu_seqlens is None else checks.as_int64(cu_seqlens)
+    return {"x": x, "weight": weight, "bias": bias, "initial_state": state, "cu_seqlens": offsets}
+
+
+def problem_of(direction: Direction, operands: Arrays, options: Options) -> ConvProblem:
+    """What one pass poses to a kernel."""
+    x, weight, _, _, cu_seqlens = operands
+    shape, strides = _ordered(x.shape, options.dim), _ordered(dense_strides(x.shape), options.dim)
+    layout = layout_of(shape, [strides])
+    assert layout is not None  # arrays lie in order
+    return ConvProblem(
+        direction=direction,
+        layout=layout,
+        dtype=str(x.dtype),
+        batch=shape[0],
+        channels=shape[1],
+        time=shape[2],
+        width=weight.shape[1],
+        strides=(Strides(*strides),) * (2 if direction == "forward" else 3),
+        alignment=16,
+        sequences=packing.sequences_of(cu_seqlens) or 0,
+        silu=options.silu,
+        wide_weights=weight.dtype != x.dtype,
+    )
+
+
+def _ordered(values: Sequence[int], dim: int) -> tuple[int, int, int]:
+    """Values for (batch, channels, time), from values in the order of the array's dimensions."""
+    batch, one, other = values
+    return (batch, one, other) if dim == -1 else (batch, other, one)
+
+
+#: The pointers of the C code for CPUs.
+_POINTERS: dict[Direction, tuple[str, ...]] = {
+    "forward": (
+        *("x", "y", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens"),
+        "final_state",
+    ),
+    "backward": (
+        *("x", "y_grad", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens", "x_grad"),
+        *("final_state_grad", "weight_grad", "bias_grad", "initial_state_grad"),
+    ),
+}
+
+
+def _call(
+    platform: str,
+    direction: Direction,
+    inputs: Any,
+    outputs: dict[str, Outline | None],
+    starts: Any,
+    operands: Arrays,
+    options: Options,
+) -> dict[str, Any] | None:
+    """What a kernel writes; on a GPU ``partials`` in the place of the gradients of weight and bias."""
+    problem = problem_of(direction, operands, options)
+    selection = Selection(FAMILY, problem, options.backend, options.lowest)
+    if platform == "cpu":
+        sizes = problem.batch, problem.channels, problem.time, problem.width, problem.sequences
+        strides = [step for own in problem.strides for step in vars(own).values()]
+        function = CpuFunction(
+            f"causal_conv1d_{direction}",
+            _POINTERS[direction],
+            (problem.dtype, str(operands[1].dtype)),
+            (*sizes, int(problem.silu), *strides),
+            (),
+            selection,
+        )
+        return call_on_cpu(function, inputs, outputs, starts)
+
+    def in_pieces(scalars: Any) -> dict[str, Outline | None]:
+        sums = outputs.get("weight_grad") or outputs.get("bias_grad")
+        others = {n: o for n, o in outputs.items() if n not in ("weight_grad", "bias_grad")}
+        if sums is None:
+            return others
+        shape = problem.batch * scalars["pieces"], problem.width + 1, problem.channels
+        return {**others, "partials": (shape, "float32")}
+
+    return call_on_gpu(selection, inputs, in_pieces, starts)
+
+
+convolve = define(_CausalConv1d())
