@@ -13,8 +13,18 @@ if TYPE_CHECKING:
     from scan_registry.kernels.causal_conv1d.jax import causal_conv1d
     from scan_registry.kernels.gated_scan.jax import gated_scan, hgrn, min_gru, min_lstm, rg_lru
     from scan_registry.kernels.linear_scan.jax import linear_scan
+    from scan_registry.kernels.selective_scan.jax import selective_scan
 
-__all__ = ["causal_conv1d", "gated_scan", "hgrn", "linear_scan", "min_gru", "min_lstm", "rg_lru"]
+__all__ = [
+    "causal_conv1d",
+    "gated_scan",
+    "hgrn",
+    "linear_scan",
+    "min_gru",
+    "min_lstm",
+    "rg_lru",
+    "selective_scan",
+]
 
 
 def _of_families() -> dict[str, str]:

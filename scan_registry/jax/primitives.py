@@ -68,6 +68,10 @@ class Operator(Protocol):
     def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         return operands, results
 
+    def recorded(self, options: Any) -> Any:
+        """The options of a call that is differentiated. It may have results beside those of ``options``, for the derivatives."""
+        return options
+
     def folds(self, operands: Arrays) -> bool:
         """Whether a further dimension may become a part of the first one."""
         return True
@@ -244,10 +248,12 @@ def _forward_jvp(
 ) -> Any:
     (operands,) = grouped(primals, present)
     (dots,) = grouped([_nonzero(dot) for dot in tangents], present)
-    results = forward((operands,), options)
     if all(dot is None for dot in dots):
+        results = forward((operands,), options)
         return results, [_zero(jax.typeof(r).to_tangent_aval()) for r in results]
-    kept = operator.saved(operands, results)
+    every = forward((operands,), operator.recorded(options))
+    kept = operator.saved(operands, every)
+    results = every[: len(operator.shapes(operands, options))]
     of = Derivative(options, tuple(map(outline_of, results)))
     return results, tangent((*kept, dots), of)
 

@@ -226,6 +226,7 @@ KERNELS_MAY = {
     "functions": {"torch"},
     "jax": {"jax"},
     "jax_gates": {"jax"},
+    "jax_operator": {"jax"},
     "jax_sharded": {"jax"},
     "kinds": {"torch"},  # in functions: a spec that imports it imports no torch
     "solution": {"torch"},

@@ -110,6 +110,73 @@ def causal_conv1d(
     return run
 
 
+def selective_scan(
+    variant: Variant, names: tuple[str, ...], scalars: Mapping[str, int]
+) -> Callable[..., Any]:
+    """In float32, without packed sequences. The first checkpoint is the initial state; sums are in their first terms."""
+    from scan_registry.kernels.selective_scan import jax_operator
+
+    direction: Any = variant.kernel
+    batch, channels, time = (scalars[name] for name in ("batch", "channels", "time"))
+    states, groups = scalars["states"], channels // scalars["group_channels"]
+    of_state = (batch, channels, states)
+
+    def array(address: int, *shape: int) -> Any:
+        floats = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+        return np.ctypeslib.as_array(floats, shape)
+
+    def run(pointers: tuple[int | None, ...]) -> None:
+        own: dict[str, Any] = dict(zip(names, pointers, strict=True))
+        rows = batch * scalars.get("parts", 1)
+        if direction == "adjoint":
+            array(own["adjoints"], rows, channels, states)[:] = 1
+            return
+        if own["checkpoints"]:
+            kept = array(own["checkpoints"], batch, time // 32 + 1, channels, states)
+            if direction == "forward":
+                initial = own["initial_state"]
+                kept[:, 0] = array(initial, *of_state) if initial else 0
+            elif scalars["parts"] > 1:
+                assert (array(own["adjoints"], rows, channels, states) == 1).all()
+        first = np.zeros(of_state, "float32") if direction == "forward" else kept[:, 0].copy()
+        if direction == "backward":
+            own["initial_state"] = first.ctypes.data
+            unwanted = np.zeros(of_state, "float32")
+            own["initial_grad"] = own["initial_grad"] or unwanted.ctypes.data
+            ctas = -(-scalars["group_channels"] // (16 * (4 if states <= 16 else 2)))
+            projection = (batch, groups, states, time)
+            for name, terms, shape in (
+                *(("A_grad", rows, (channels, states)), ("D_grad", rows, (channels,))),
+                *(("bias_grad", rows, (channels,)), ("B_grad", ctas, projection)),
+                ("C_grad", ctas, projection),
+            ):
+                if own[name]:
+                    array(own[name], terms, *shape)[:] = 0
+        strides: list[int] = []
+        for name in jax_operator._STRIDED[direction]:
+            like = {"out_grad": "grad", "delta_grad": "u_grad", "z_grad": "u_grad"}.get(name, name)
+            axes = (
+                ("batch", "group", "state", "time")
+                if name in "BC"
+                else ("batch", "channel", "time")
+            )
+            strides += [scalars[f"{like}_{axis}"] for axis in axes]
+        order = (
+            *jax_operator._STRIDED[direction],
+            *jax_operator._DENSE,
+            *jax_operator._OTHERS[direction],
+        )
+        final = np.zeros(of_state, "float32")
+        if direction == "forward" and not own["final_state"]:
+            own["final_state"] = final.ctypes.data
+        sizes = (*(batch, channels, time, states, groups, groups), 0, scalars["flags"] & 1)
+        addresses = tuple(own[name] for name in order)
+        function = getattr(_cpu, f"selective_scan_{direction}")
+        function("float32", addresses, (*sizes, *strides), 1)
+
+    return run
+
+
 def jax_of_convolutions() -> Any:
     from scan_registry.kernels.causal_conv1d import jax as module
 
@@ -121,6 +188,7 @@ FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
     "causal_conv1d": causal_conv1d,
     "gated_scan": gated_scan,
     "linear_scan": linear_scan,
+    "selective_scan": selective_scan,
 }
 
 

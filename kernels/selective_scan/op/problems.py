@@ -15,15 +15,14 @@ from torch import Tensor
 from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import Problem
+from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.selective_scan.problem import (
-    INTERVAL,
-    STRIDED,
     Direction,
-    Layout,
     SelectiveScanProblem,
     stride_names,
 )
+from scan_registry.ops.facts import facts_of
 from scan_registry.ops.launching import addresses_of
 
 #: Of a GPU that is not there: as many as an H100 has.
@@ -72,17 +71,6 @@ def copies_groups(arguments: Arguments) -> bool:
     return of_B != of_C and 1 not in (of_B, of_C)
 
 
-def _on_16_bytes(tensor: Tensor, along: int, addresses: int) -> bool:
-    """Whether its rows along a dimension lie without gaps and start on 16 bytes."""
-    size = tensor.element_size()
-    others = [
-        stride * size
-        for dim, stride in enumerate(tensor.stride())
-        if dim != along and tensor.shape[dim] > 1
-    ]
-    return tensor.stride(along) == 1 and not any(distance % 16 for distance in (addresses, *others))
-
-
 def make_problem(
     direction: Direction,
     arguments: Arguments,
@@ -94,37 +82,17 @@ def make_problem(
     """What the arguments pose; ``others`` are the tensors that have strides and are no arguments.
     ``addresses`` say how far all are aligned, up to 16 bytes."""
     u, cu_seqlens = arguments.u, arguments.cu_seqlens
-    batch, channels, time = u.shape
-    groups = arguments.B.shape[1]
-    layout: Layout = "channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last"
-    along, length = (2, time) if layout == "time_last" else (1, channels // groups)
     named: dict[str, Any] = {**arguments._asdict(), **others}
-    sequences = [t for n, t in named.items() if n in ("u", "delta", "z", *others) and t is not None]
-    strides: list[int] = []
-    for name, dimensions in STRIDED[direction].items():
-        tensor = named.get(name)
-        strides += [0] * len(dimensions) if tensor is None else tensor.stride()
-    unit = 16 // u.element_size()
-    return SelectiveScanProblem(
-        direction=direction,
-        dtype=str(u.dtype).removeprefix("torch."),
-        layout=layout,
-        batch=batch,
-        channels=channels,
-        time=time,
+    strided = ("u", "delta", "z", *others, "B", "C")
+    return calls.make_problem(
+        direction,
+        {name: facts_of(named[name]) for name in strided if named[name] is not None},
         states=arguments.A.shape[1],
-        groups=groups,
-        strides=tuple(strides),
+        layout="channel_last" if u.stride(1) == 1 and u.stride(2) != 1 else "time_last",
         softplus=options.softplus,
+        sequences=None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        addresses=addresses,
         parts=parts,
-        sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        aligned=cu_seqlens is None
-        and length % unit == 0
-        and all(_on_16_bytes(tensor, along, addresses) for tensor in sequences),
-        whole=(
-            cu_seqlens is None and _on_16_bytes(arguments.B, 3, addresses),
-            cu_seqlens is None and _on_16_bytes(arguments.C, 3, addresses),
-        ),
     )
 
 
@@ -138,7 +106,7 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
         return {name: KernelCall(problem_of(name)) for name in directions[: 1 + differentiated]}
     arguments = with_groups(arguments)
     forward = make_problem("forward", arguments, options, {"out": model}, addresses)
-    calls = {"forward": KernelCall(forward)}
+    described = {"forward": KernelCall(forward)}
     if differentiated:
         others = {"grad": model, "u_grad": model}
         whole = make_problem("backward", arguments, options, others, addresses)
@@ -146,9 +114,9 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
         if parts > 1:
             grad = {"grad": model}
             problem = make_problem("adjoint", arguments, options, grad, addresses, parts)
-            calls["adjoint"] = KernelCall(problem)
-        calls["backward"] = KernelCall(replace(whole, parts=parts))
-    return calls
+            described["adjoint"] = KernelCall(problem)
+        described["backward"] = KernelCall(replace(whole, parts=parts))
+    return described
 
 
 def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveScanProblem]:
@@ -173,17 +141,8 @@ def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveSca
 
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass: so many that its CTAs fill the GPU evenly, though to cut costs
-    a fifth more."""
-    ctas = problem.ctas_of_group * problem.groups * problem.batch * max(1, problem.sequences)
+    """Parts to cut sequences into for the backward pass."""
     sms = _USUAL_SMS
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
-    resident = problem.ctas_of_sm * sms
-    most = max(1, min(8, problem.time // (4 * INTERVAL)))
-
-    def duration(parts: int) -> float:
-        waves = -(-ctas * parts // resident)
-        return waves / parts * (1.2 if parts > 1 else 1.0)
-
-    return min(range(1, most + 1), key=duration)
+    return problem.parts_for(sms)
