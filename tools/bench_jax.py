@@ -63,7 +63,7 @@ def _errors() -> dict[str, float]:
     import numpy as np
 
     jax.config.update("jax_enable_x64", True)
-    from scan_registry.jax import linear_scan, rg_lru
+    from scan_registry.jax import causal_conv1d, linear_scan, rg_lru, selective_scan, ssd_scan
 
     cpu, gpu = jax.devices("cpu")[0], jax.devices("cuda")[0]
     generator = np.random.default_rng(0)
@@ -129,6 +129,36 @@ def _errors() -> dict[str, float]:
             name = f"rg_lru {dtype} {shape} dim={dim}"
             errors[name] = error(
                 lambda *o, dim=dim: rg_lru(*o, dim=dim, return_final_state=True), arrays, dtype
+            )
+        for dim in (1, -1):
+            shape, projection = (
+                ((2, 500, 64), (2, 500, 16)) if dim == 1 else ((2, 64, 500), (2, 16, 500))
+            )
+            x = generator.normal(size=shape)
+            filters = [generator.normal(size=(64, 4)), generator.normal(size=64)]
+            errors[f"causal_conv1d {dtype} dim={dim}"] = error(
+                lambda *o, dim=dim: causal_conv1d(
+                    *o, dim=dim, activation="silu", return_final_state=True
+                ),
+                [x, *filters],
+                dtype,
+            )
+            steps, A = 0.1 * generator.random(shape), -np.arange(1.0, 17) * np.ones((64, 1))
+            projections = [generator.normal(size=projection) for _ in "BC"]
+            errors[f"selective_scan {dtype} dim={dim}"] = error(
+                lambda *o, dim=dim: selective_scan(
+                    *o, dim=dim, delta_softplus=True, return_final_state=True
+                ),
+                [x, steps, A, *projections, np.ones(64), generator.normal(size=shape)],
+                dtype,
+            )
+        if dtype != "float32":
+            heads = [generator.normal(size=(2, 500, 8, 64)), 0.1 * generator.random((2, 500, 8))]
+            projections = [generator.normal(size=(2, 500, 2, 64)) for _ in "BC"]
+            errors[f"ssd_scan {dtype}"] = error(
+                lambda *o: ssd_scan(*o, dt_softplus=True, return_final_state=True),
+                [*heads, -np.arange(1.0, 9), *projections, np.ones(8), heads[0]],
+                dtype,
             )
     return errors
 

@@ -21,8 +21,8 @@ from scan_registry.jax.ffi import (
     Selection,
     call_on_cpu,
     call_on_gpu,
+    gpu,
     outline_of,
-    sm_count,
 )
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
 from scan_registry.kernels.selective_scan.op import calls
@@ -289,7 +289,7 @@ def _launch_backward(
 ) -> dict[str, Any] | None:
     """The gradients by their names, summed up where kernels write terms."""
     whole = problem_of("backward", of, options, platform)
-    problem = replace(whole, parts=whole.parts_for(sm_count()))
+    problem = replace(whole, parts=whole.parts_for(gpu().sm_count))
     rows = problem.batch * max(1, problem.sequences) * problem.parts
     channels, states = of.A.shape
     read = dict(inputs)

@@ -4,3 +4,5 @@
 PUBLIC = {"ssd_scan": "op.function"}
 #: The same of the names in ``scan_registry.distributed``.
 DISTRIBUTED = {"ssd_scan": "op.distributed"}
+#: The same of the names in ``scan_registry.jax``.
+JAX = {"ssd_scan": "jax"}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from scan_registry.kernels.gated_scan.jax import gated_scan, hgrn, min_gru, min_lstm, rg_lru
     from scan_registry.kernels.linear_scan.jax import linear_scan
     from scan_registry.kernels.selective_scan.jax import selective_scan
+    from scan_registry.kernels.ssd_scan.jax import ssd_scan
 
 __all__ = [
     "causal_conv1d",
@@ -24,6 +25,7 @@ __all__ = [
     "min_lstm",
     "rg_lru",
     "selective_scan",
+    "ssd_scan",
 ]
 
 

@@ -24,7 +24,7 @@ from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.policy import FallbackWarning
 from scan_registry.dispatch.select import Backend, Decision, advice
 from scan_registry.hardware import _launcher
-from scan_registry.hardware.device import device
+from scan_registry.hardware.device import Device, device
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Family, Launch, Problem, Variant
 from scan_registry.ops import _cpu
@@ -229,9 +229,9 @@ def first_gpu() -> int:
     return int(gpus[0].local_hardware_id or 0)
 
 
-def sm_count() -> int:
-    """Of that GPU."""
-    return device(first_gpu()).sm_count
+def gpu() -> Device:
+    """What is known of that GPU."""
+    return device(first_gpu())
 
 
 _warned: set[tuple[str, str]] = set()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -177,6 +179,109 @@ def selective_scan(
     return run
 
 
+#: What the kernels ``states`` and ``adjoint`` of ssd_scan got, which the one after them computes with here.
+_handed_on: dict[str, Any] = {}
+
+
+def _ssd_backward(own: dict[str, Any], call: Callable[..., Any]) -> None:
+    """Gradients of ``call``, which takes the pointers' tensors and a gate."""
+    assert bool((own["states"] == 1).all() and (own["adjoints"] == 1).all())
+    own["initial_state"] = _handed_on["initial_state"]
+    inputs = ("x", "dt", "A", "B", "C", "D", "dt_bias", "initial_state")
+    leaves = {n: own[n].float().requires_grad_() for n in inputs if own[n] is not None}
+    out, final = call({**own, **leaves}, None)
+    loss = (out * own["out_grad"].float()).sum()
+    if _handed_on["final_grad"] is not None:
+        loss = loss + (final * _handed_on["final_grad"]).sum()
+    loss.backward()
+    own["x_grad"].copy_(leaves["x"].grad)
+    own["dt_grad"].copy_(leaves["dt"].grad)
+    for name in ("A", "B", "C", "D"):
+        terms = own[f"{name}_grad"]
+        if terms is not None:
+            terms.zero_()
+            (terms[0, 0] if name in "AD" else terms[0]).copy_(leaves[name].grad)
+    if _handed_on["initial_grad"] is not None:
+        _handed_on["initial_grad"].copy_(leaves["initial_state"].grad)
+
+
+def ssd_scan(
+    variant: Variant, names: tuple[str, ...], scalars: Mapping[str, int]
+) -> Callable[..., Any]:
+    """By torch's function. Whatever is summed up is in its first terms."""
+    import torch
+
+    import scan_registry
+
+    direction = variant.kernel
+    batch, time, heads, groups = (scalars[n] for n in ("batch", "time", "heads", "groups"))
+    size, states, slots = (scalars[n] for n in ("head_size", "state_size", "slots"))
+    narrow = getattr(torch, variant.text("dtype"))
+    of_dt = torch.float32 if scalars["flags"] & 2 else narrow
+    x, per_head = (batch, time, heads, size), (heads,)
+    projection, state = (batch, time, groups, states), (batch, heads, size, states)
+    of_slots, splits = (batch, slots, heads), scalars.get("splits", 1)
+    skip = (heads, size) if scalars.get("D_channel") else per_head
+    outlines: dict[str, tuple[tuple[int, ...], Any]] = {
+        **dict.fromkeys(("x", "z", "out", "ungated", "out_grad", "x_grad"), (x, narrow)),
+        **dict.fromkeys(("B", "C"), (projection, narrow)),
+        **dict.fromkeys(("A", "dt_bias"), (per_head, torch.float32)),
+        "D": (skip, torch.float32),
+        "dt": (x[:3], of_dt),
+        "dt_grad": (x[:3], torch.float32),
+        **dict.fromkeys(("A_grad", "D_grad"), (of_slots, torch.float32)),
+        **dict.fromkeys(("B_grad", "C_grad"), ((splits, *projection), torch.float32)),
+        **dict.fromkeys(
+            ("initial_state", "final_state", "final_grad", "initial_grad"), (state, torch.float32)
+        ),
+        **dict.fromkeys(("states", "adjoints"), ((*of_slots, size, states), narrow)),
+    }
+
+    def tensor(name: str, address: int) -> Any:
+        shape, dtype = outlines[name]
+        memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    limits = tuple(
+        struct.unpack("<f", struct.pack("<i", scalars[name]))[0] for name in ("dt_low", "dt_high")
+    )
+
+    def call(own: Mapping[str, Any], gate: Any) -> Any:
+        inputs = (own[name] for name in ("x", "dt", "A", "B", "C", "D"))
+        softplus = bool(scalars["flags"] & 1)
+        return scan_registry.ssd_scan(
+            *(*inputs, gate, own["dt_bias"], softplus, limits, own["initial_state"]),
+            return_final_state=True,
+        )
+
+    def run(pointers: tuple[int | None, ...]) -> None:
+        pairs = zip(names, pointers, strict=True)
+        own = {name: tensor(name, address) for name, address in pairs if address}
+        own = dict.fromkeys(names) | own
+        if direction == "forward":
+            out, final = call(own, own["z"])
+            for name, result in (("out", out), ("final_state", final)):
+                if own[name] is not None:
+                    own[name].copy_(result)
+            if own["ungated"] is not None:
+                own["ungated"].copy_(call(own, None)[0])
+            return
+        if direction == "states":
+            own["states"].fill_(1)
+            initial = own["initial_state"]
+            _handed_on["initial_state"] = None if initial is None else initial.clone()
+            return
+        if direction == "adjoint":
+            own["adjoints"].fill_(1)
+            final = own["final_grad"]
+            _handed_on["final_grad"] = None if final is None else final.clone()
+            _handed_on["initial_grad"] = own["initial_grad"]
+            return
+        _ssd_backward(own, call)
+
+    return run
+
+
 def jax_of_convolutions() -> Any:
     from scan_registry.kernels.causal_conv1d import jax as module
 
@@ -189,6 +294,7 @@ FAMILIES: dict[str, Callable[..., Callable[..., Any]]] = {
     "gated_scan": gated_scan,
     "linear_scan": linear_scan,
     "selective_scan": selective_scan,
+    "ssd_scan": ssd_scan,
 }
 
 

@@ -55,10 +55,10 @@ class SSDScan(Operator):
         return ParsedCall(tensors, {"dt_softplus": True}, {"states": states, "groups": groups})
 
     def on_gpu(self, call: KernelCall, gpu: Device) -> KernelCall:
-        from scan_registry.kernels.ssd_scan.op import problems
+        from scan_registry.kernels.ssd_scan.op import calls, problems
 
         if isinstance(call, problems.KernelCall) and call.problem.direction == "backward":
-            return replace(call, problem=problems.cut(call.problem, gpu))
+            return replace(call, problem=calls.cut(call.problem, gpu))
         return call
 
     def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:

@@ -6,7 +6,6 @@ Arguments are as ``normalised`` makes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,29 +13,21 @@ from torch import Tensor
 from scan_registry.base.frozen import dataclass
 from scan_registry.base.strides import dense_strides
 from scan_registry.dispatch.select import Backend
-from scan_registry.hardware.device import Device, device
+from scan_registry.hardware.device import device
 from scan_registry.kernels.model import Problem
+from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.ssd_scan.problem import (
-    BLOCK,
     DIRECTIONS,
     SIZE,
-    SMALL_BLOCK,
     STRIDED,
     Direction,
     SSDScanProblem,
-    most_heads,
 )
 
-#: Of a GPU that is not there: as many as an H100 has.
-_USUAL_SMS = 132
 #: CTAs of a forward pass that an SM runs at once; steps of the least stretch that time is cut into; and the fewest stretches, as
 #: each step is then multiplied with B twice.
 _FORWARD_CTAS, LEAST_STRETCH, _FEWEST_STRETCHES = 2, 1024, 3
-#: CTAs of the backward pass that each SM is to get.
-_CTAS_OF_SM = 4
-#: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
-_SHARED_OF_BLOCK = 130_048
 #: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
 _WHOLE = ("x", "B", "C", "z", "out_grad")
 
@@ -97,7 +88,6 @@ def make_problem(
 ) -> SSDScanProblem:
     """What the arguments pose to one kernel."""
     x, cu_seqlens = arguments.x, arguments.cu_seqlens
-    batch, time, heads, size = x.shape
     tensors: Mapping[str, Tensor | None] = {**arguments._asdict(), "grad": out_grad}
     strides: list[int] = []
     for name in STRIDED[direction]:
@@ -107,41 +97,20 @@ def make_problem(
             strides += 0, 0, 0
             continue
         strides += _strides(tensor, ("out_grad" if name == "grad" else name) in copies)
-    problem = SSDScanProblem(
-        direction=direction,
-        dtype=str(x.dtype).removeprefix("torch."),
-        batch=batch,
-        time=time,
-        heads=heads,
-        groups=arguments.B.shape[2],
-        head_size=size,
-        state_size=arguments.B.shape[3],
-        strides=tuple(strides),
-        has_z=direction == "forward" and arguments.z is not None,
+    D = arguments.D
+    return calls.make_problem(
+        direction,
+        str(x.dtype).removeprefix("torch."),
+        tuple(x.shape),
+        tuple(arguments.B.shape),
+        strides,
         softplus=options.softplus,
+        limits=(options.low, options.high),
+        has_z=arguments.z is not None,
         wide_dt=arguments.dt.dtype.itemsize > 2,
-        wide_D=arguments.D is not None and arguments.D.dim() == 2,
-        low=options.low,
-        high=options.high,
+        wide_D=D is not None and D.dim() == 2,
         sequences=0 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-    )
-    if direction != "backward":
-        return problem
-    return cut(problem, device(x.device.index) if x.is_cuda else None)
-
-
-def cut(problem: SSDScanProblem, gpu: Device | None) -> SSDScanProblem:
-    """The problem of the backward pass with what its CTAs work on: a block of states at a time, as large as shared memory has room
-    for; and splits of a group's heads, so many that CTAs fill the GPU evenly. None: a GPU that nothing is known of."""
-    sms, shared = _USUAL_SMS, _SHARED_OF_BLOCK
-    if gpu is not None:
-        sms, shared = gpu.sm_count, gpu.shared_memory_per_block
-    large = problem.state_size > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK
-    large = large and problem.dtype != "float32"
-    ctas, heads = problem.batch * problem.slots * problem.groups, problem.group_heads
-    splits = max(-(-heads // most_heads(problem.dtype)), min(heads, -(-_CTAS_OF_SM * sms // ctas)))
-    return replace(
-        problem, splits=-(-heads // -(-heads // splits)), block=BLOCK if large else SMALL_BLOCK
+        gpu=device(x.device.index) if x.is_cuda else None,
     )
 
 
@@ -152,7 +121,7 @@ def stretches(arguments: Arguments) -> int:
     batch, time, heads, size = x.shape
     if arguments.cu_seqlens is not None or arguments.seq_idx is not None or time >= 2**30:
         return 1
-    sms = device(x.device.index).sm_count if x.is_cuda else _USUAL_SMS
+    sms = device(x.device.index).sm_count if x.is_cuda else calls.USUAL_SMS
     ctas = batch * heads * -(-size // SIZE)
     count = min(_FORWARD_CTAS * sms // ctas, time // LEAST_STRETCH)
     return count if count >= _FEWEST_STRETCHES else 1
