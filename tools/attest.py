@@ -4,6 +4,7 @@
                                       kernels/<family>/attestations/<gpu>.json
     python tools/attest.py --family NAME
                                       those of one family alone
+    python tools/attest.py --missing  those alone that the GPU's file has no record of; it keeps its records of installed ones
     python tools/attest.py --check    needs no GPU: compare those files with what is installed
     python tools/attest.py --prune    needs no GPU: drop from those files the records of other binaries
 
@@ -18,7 +19,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -112,8 +113,8 @@ def errors_of(
                     yield binary, case.error()
 
 
-def attest(family: Family) -> list[dict[str, Any]]:
-    """A record for each binary of ``family`` that the GPU can run."""
+def attest(family: Family, known: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each binary of ``family`` that the GPU can run: the one that is ``known``, by digest, or a new one."""
     from rich.progress import track
 
     from scan_registry.diagnostics.accuracy import cases_of
@@ -121,7 +122,8 @@ def attest(family: Family) -> list[dict[str, Any]]:
 
     cases = cases_of(family.name)
     sm_count = device(0).sm_count
-    binaries = list(runnable(family))
+    every = list(runnable(family))
+    binaries = [pair for pair in every if pair[1].sha256 not in known]
     errors: dict[str, list[float]] = {binary.sha256: [] for _, binary in binaries}
 
     present = {binary.variant.text("dtype") for _, binary in binaries}
@@ -135,7 +137,8 @@ def attest(family: Family) -> list[dict[str, Any]]:
                 if error > tolerance:
                     print(f"{binary.variant} {binary.target} {trial}: error {error:.2e}")
     return [
-        {
+        known.get(binary.sha256)
+        or {
             "sha256": binary.sha256,
             "variant": str(binary.variant),
             "target": str(binary.target),
@@ -143,11 +146,25 @@ def attest(family: Family) -> list[dict[str, Any]]:
             "tolerance": cases.TOLERANCE[binary.variant.text("dtype")],
             "cases": len(errors[binary.sha256]),
         }
-        for binary in {b.sha256: b for _, b in binaries}.values()
+        for binary in {b.sha256: b for _, b in every}.values()
     ]
 
 
-def write(family: Family, records: list[dict[str, Any]], folder: Path) -> Path:
+def place(family: Family, folder: Path) -> Path:
+    """The file of this GPU."""
+    import torch
+
+    name = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+    return folder / family.name / "attestations" / f"{name.strip('-')}.json"
+
+
+def recorded(path: Path) -> dict[str, dict[str, Any]]:
+    """The records of a file by digest; none if there is no file."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"binaries": ()}
+    return {record["sha256"]: record for record in content["binaries"]}
+
+
+def write(family: Family, records: list[dict[str, Any]], path: Path) -> None:
     import torch
 
     from scan_registry import __version__
@@ -155,12 +172,9 @@ def write(family: Family, records: list[dict[str, Any]], folder: Path) -> Path:
     from scan_registry.hardware import driver
 
     cases = cases_of(family.name)
-    gpu = torch.cuda.get_device_name()
-    name = re.sub(r"\W+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
-    path = folder / family.name / "attestations" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name(),
         "driver": ".".join(map(str, driver.version())),
         "torch": torch.__version__,
         "version": __version__,
@@ -169,12 +183,14 @@ def write(family: Family, records: list[dict[str, Any]], folder: Path) -> Path:
         "binaries": records,
     }
     write_records(path, content)
-    return path
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with what is installed")
+    parser.add_argument(
+        "--missing", action="store_true", help="run binaries without a record alone"
+    )
     parser.add_argument(
         "--prune", action="store_true", help="drop the records of binaries that are not installed"
     )
@@ -198,8 +214,9 @@ def main() -> int:
     failed = 0
     for name in args.family or families():
         family = families()[name]
-        records = attest(family)
-        path = write(family, records, args.folder)
+        path = place(family, args.folder)
+        records = attest(family, recorded(path) if args.missing else {})
+        write(family, records, path)
         bad = [r for r in records if not r["error"] <= r["tolerance"]]
         failed += len(bad)
         for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):
