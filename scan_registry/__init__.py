@@ -55,7 +55,7 @@ if not any(os.path.isdir(os.path.join(path, "kernels")) for path in __path__):
 from scan_registry.base import lazy  # noqa: E402  # of the package that is used
 
 if TYPE_CHECKING:
-    from scan_registry import compat, distributed, nn
+    from scan_registry import compat, distributed, jax, nn
     from scan_registry.catalog.inventory import catalogue
     from scan_registry.diagnostics.explanation import explain
     from scan_registry.dispatch.policy import FallbackWarning, require
@@ -86,6 +86,7 @@ __all__ = [
     "explain",
     "gated_scan",
     "hgrn",
+    "jax",
     "linear_scan",
     "linear_scan_step",
     "linear_scan_summary",
@@ -109,6 +110,7 @@ _HOMES = {
     "compat": None,
     "distributed": None,
     "explain": ".diagnostics.explanation",
+    "jax": None,
     "nn": None,
     "require": ".dispatch.policy",
 }

@@ -1,6 +1,6 @@
 """The kernels for JAX: functions of JAX's arrays, by XLA's foreign function interface, without torch.
 
-Importing this imports JAX. The functions load what they need when they are first used.
+Importing this imports no JAX: the functions load what they need when they are first used.
 """
 
 from __future__ import annotations

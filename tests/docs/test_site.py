@@ -150,8 +150,11 @@ def test_the_page_on_errors_names_every_exception() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     page = text_of("reference/api.md")
-    for name in set(scan_registry.__all__) - {"__version__", "compat", "distributed", "nn", "ops"}:
+    packages = {"compat", "distributed", "jax", "nn", "ops"}
+    for name in set(scan_registry.__all__) - {"__version__", *packages}:
         assert f"::: scan_registry.{name}\n" in page, name
+    for name in scan_registry.jax.__all__:
+        assert f"::: scan_registry.jax.{name}\n" in page, name
     for name in scan_registry.nn.__all__:
         assert f"::: scan_registry.nn.{name}\n" in page, name
     for name in scan_registry.distributed.__all__:

@@ -16,6 +16,7 @@ jax = pytest.importorskip("jax")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
 
 Arrays = Sequence[Any]
 

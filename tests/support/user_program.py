@@ -330,6 +330,7 @@ def inspection(gates: Tensor, tokens: Tensor) -> str:
 
 
 def main() -> None:
+    assert "linear_scan" in scan_registry.jax.__all__  # whose use needs JAX
     """Each of them once."""
     gates, tokens = torch.rand(2, 3, 8), torch.randn(2, 3, 8)
     assert scans(gates, tokens, final=True).shape == tokens.shape

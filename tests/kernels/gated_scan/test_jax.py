@@ -72,14 +72,38 @@ def test_values_and_gradients(
     check(ours, of_torch, operands_of(kind, dim, "float32", packed), 3e-5)
 
 
-@pytest.mark.parametrize("kind", ["min_lstm", "rg_lru", "hgrn"])
-def test_composed_of_operators(kind: str) -> None:
+def test_composed_of_operators() -> None:
     """In float64, which has no kernels."""
-    ours, of_torch = both(kind, 1, kind == "hgrn", kind == "min_lstm", kind == "rg_lru")
-    operands = [
-        operand.astype("float64") for operand in operands_of(kind, 1, "float64", kind == "min_lstm")
-    ]
+    ours, of_torch = both("rg_lru", 1, True, True, True)
+    operands = [x.astype("float64") for x in operands_of("rg_lru", 1, "float64", True)]
     check(ours, of_torch, operands, 1e-10)
+
+
+def test_gates_are_those_of_torch() -> None:
+    """Of every kind, and their derivatives; also where sigmoids and square roots are at their ends."""
+    assert GATES.keys() == KINDS.keys()
+    cases = {}
+    for name, kind in KINDS.items():
+        inputs = [10 * drawn(4, 5, seed=i) for i, _ in enumerate((*kind.inputs, *kind.parameters))]
+        for i in range(len(kind.inputs), len(inputs)):
+            inputs[i] = jax.nn.sigmoid(inputs[i])
+        cases[name] = inputs, drawn(4, 5, seed=7) > 0.5
+
+    @jax.jit
+    def ours(cases: Any) -> Any:
+        results = {}
+        for name, (inputs, reset) in cases.items():
+            pairs, pull = jax.vjp(lambda *x, n=name, r=reset: GATES[n](r, *x), *inputs)
+            results[name] = [*pairs, *pull((jnp.ones((4, 5)), jnp.ones((4, 5))))]
+        return results
+
+    for name, results in ours(cases).items():
+        inputs, reset = cases[name]
+        tensors = [as_torch(x, gradient=True) for x in inputs]
+        gates, tokens = KINDS[name].gates(*tensors, reset=torch.from_numpy(np.array(reset)))
+        (gates.sum() + tokens.sum()).backward()
+        of_torch = gates.detach(), tokens.detach(), *(t.grad for t in tensors)
+        assert max(errors(results, of_torch)) < 1e-12, name
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -109,10 +133,6 @@ def test_a_dimension_of_vmap() -> None:
         one = jax.jit(gradient)
         apart = [one(x[i], bounds[i] if axes[1] == 0 else of) for i in range(3)]
         assert max(errors(together, jax.tree.map(lambda *each: jnp.stack(each), *apart))) < 1e-5
-
-
-def test_every_kind_has_gates() -> None:
-    assert GATES.keys() == KINDS.keys()
 
 
 def test_a_reset_stops_what_is_infinite() -> None:

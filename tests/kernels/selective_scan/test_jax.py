@@ -62,7 +62,6 @@ def both(dim: int, packed: bool) -> tuple[Any, Any]:
         (1, (2, 2), False, "float32"),
         (1, (0, 3), True, "float32"),
         (-1, (2, 0), True, "float64"),  # composed
-        (1, (0, 0), False, "float64"),
     ],
 )
 def test_values_and_gradients(dim: int, groups: tuple[int, int], packed: bool, dtype: str) -> None:

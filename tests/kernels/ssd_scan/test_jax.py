@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,14 @@ import scan_registry
 from scan_registry.jax import ssd_scan
 
 jnp = jax.numpy
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _optimised() -> Iterator[None]:
+    """Products of matrices take longer to run than to compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def operands_of(time: int, groups: int, wide_D: bool, dtype: str) -> list[Any]:
