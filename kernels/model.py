@@ -411,7 +411,7 @@ class Family:
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     by_torch   the dtypes that plain torch computes on the CPU all the same
     stand_in   what a call runs on a GPU that no kernel fits
-    languages  problem, bytes of shared memory that a block may have -> languages in order of preference on one tier
+    languages  problem, the target of a GPU's capability -> languages in order of preference on one tier
     routes     problem -> other ways to pose it, which may be faster
     estimate   coefficients of the timing model, a kernel, what a variant prints as, the problem that it is to solve, the
                route if that is one's, SMs of the GPU -> milliseconds, copies included; None where nothing is known
@@ -425,7 +425,7 @@ class Family:
     on_cpu: bool = False
     by_torch: tuple[str, ...] = ()
     stand_in: str = PLAIN_TORCH
-    languages: Callable[[Any, float], tuple[Language, ...]] = lambda problem, memory: LANGUAGES
+    languages: Callable[[Any, Target], tuple[Language, ...]] = lambda problem, target: LANGUAGES
     routes: Callable[[Any], tuple[Route, ...]] = lambda problem: ()
     estimate: Callable[[Model, Kernel, str, Any, Route | None, int], float | None] = (
         lambda model, kernel, text, problem, route, count: None

@@ -249,7 +249,7 @@ struct BackwardTiles {
             const auto kept = get_words<Element::Whole, EACH>(
                 reinterpret_cast<const unsigned*>(ring.place(v / EACH, own)));
             for_gates[v] = BackwardStep::gate_gradient(kept.get(v % EACH), initial[v * state_channel]);
-            sum[v] = sum[v] + for_gates[v];  // what the row has added is zero
+            sum[v] = sum[v] + for_gates[v];  // the row has added zero, or NaN if its gradient is infinite
         }
         if (!gates_grad) return;
         Chunk<Element, VECTOR> chunk;

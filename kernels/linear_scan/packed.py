@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 
-from scan_registry.kernels.linear_scan import cuda_tiles, rings, streams
+from scan_registry.hardware.target import RELEASED, Target
+from scan_registry.kernels.linear_scan import cuda_tiles, streams
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div
 from scan_registry.kernels.linear_scan.space import VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, Language
@@ -39,26 +40,33 @@ _COLUMN_STEP = {2: (6.0, 7.5), 4: (10.5, 22.0)}
 _COLUMN_CTA, _COLUMN_WIDTH = 1000.0, 32
 
 
-def languages(problem: LinearScanProblem, memory: float) -> tuple[Language, ...]:
+def languages(problem: LinearScanProblem, target: Target) -> tuple[Language, ...]:
     """In order of preference on one tier: Triton first where sequences are packed along contiguous time, and long or
-    few enough for a program each, unless a GPU whose blocks have so much shared ``memory`` cuts the rows in CUDA."""
+    few enough for a program each, unless archives for a GPU of the capability of ``target`` cut the rows in CUDA."""
     if (
         problem.layout == "time_last"
         and problem.direction in ("forward", "backward")
         and problem.sequences > 1
         and ITEM_SIZE[problem.dtype] < 8
-        and not _cuts_rows(problem, memory)
+        and not _cuts_rows(problem, target)
         and _FASTER * triton_rows_ms(problem) < cuda_rows_ms(problem)
     ):
         return "triton", "cuda"
     return "cuda", "triton"
 
 
-def _cuts_rows(problem: LinearScanProblem, memory: float) -> bool:
-    """Whether rows in which sequences are packed are cut into segments."""
+def _cuts_rows(problem: LinearScanProblem, target: Target) -> bool:
+    """Whether rows in which sequences are packed are cut into segments. PTX has no such kernel."""
+    if not (
+        streams.packs(problem)
+        and streams.cuts_packed(problem)
+        and target in map(Target.parse, RELEASED)
+    ):
+        return False
+    kind = ("dtype", problem.dtype), ("access", VARLEN)
     tiles = cuda_tiles.packed_rows(problem.direction, problem.dtype)
-    needed = (rings.most_shared(problem.direction, problem.dtype, VARLEN, tile) for tile in tiles)
-    return streams.packs(problem) and streams.cuts_packed(problem) and max(needed) <= memory
+    pins = (kind + tuple(tile.items()) for tile in tiles)
+    return any(cuda_tiles.serves(problem.direction, statics, target) for statics in pins)
 
 
 def longest(problem: LinearScanProblem) -> float:
@@ -78,9 +86,15 @@ def cuda_rows_ms(problem: LinearScanProblem) -> float:
 
 
 def cut_rows_ms(problem: LinearScanProblem) -> float:
-    """Of the CUDA variant that cuts rows."""
-    of_element = _CUT_ELEMENT[ITEM_SIZE[problem.dtype]][problem.direction == "backward"]
-    return _CUT_CALL + _rows(problem) * problem.time * of_element / 1e9
+    """Of the CUDA variant that cuts rows. The last segment of each takes the time of a whole one."""
+    item, (tile,) = (
+        ITEM_SIZE[problem.dtype],
+        cuda_tiles.packed_rows(problem.direction, problem.dtype),
+    )
+    segment = int(tile["rows"]) * int(tile["lanes"]) * int(tile["pieces"]) * 16 // item
+    steps = ceil_div(problem.time, segment) * segment
+    of_element = _CUT_ELEMENT[item][problem.direction == "backward"]
+    return _CUT_CALL + _rows(problem) * steps * of_element / 1e9
 
 
 def triton_rows_ms(problem: LinearScanProblem) -> float:

@@ -47,8 +47,8 @@ COUNTER = 256
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
-#: Steps of a packed sequence, in the mean, from which rows are cut; and a cost beyond all others.
-_LEAST_MEAN, _PREFERRED = 64, 1e6
+#: Steps of a row, and of a packed sequence in the mean, from which rows are cut; and a cost beyond all others.
+_LEAST_ROW, _LEAST_MEAN, _PREFERRED = 4096, 64, 1e6
 
 
 def is_streamed(variant: Variant) -> bool:
@@ -106,8 +106,9 @@ def packs(problem: LinearScanProblem) -> bool:
 
 
 def cuts_packed(problem: LinearScanProblem) -> bool:
-    """Whether packed sequences are long enough for rows to be cut: a lane has code for several in its elements, which is slow."""
-    return problem.time >= _LEAST_MEAN * problem.sequences
+    """Whether rows are long enough to be cut, as a segment has some thousand steps; and packed sequences, as a lane's code for
+    several in its elements is slow."""
+    return problem.time >= max(_LEAST_ROW, _LEAST_MEAN * problem.sequences)
 
 
 def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:

@@ -60,7 +60,7 @@ struct BackwardTiles {
         }
         tile_prefix.mark(of.walk, at);
         Affine map;
-        const LaneMarks marks = tile_prefix.marks;
+        const LaneMarks marks = tile_prefix.marks();
         if (marks.several()) {
             map = compose_marked(ring, at, marks);
         } else {
@@ -91,7 +91,7 @@ struct BackwardTiles {
         const State* const initial_state = last < 0 ? nullptr : of.initial.of_row(scans, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
         State sum = State(0);
-        const LaneMarks marks = tile_prefix.marks;
+        const LaneMarks marks = tile_prefix.marks();
         if (marks.several()) {
             finish_marked(ring, at, marks, h);
         } else {

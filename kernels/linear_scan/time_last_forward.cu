@@ -46,7 +46,7 @@ struct ForwardTiles {
         }
         tile_prefix.mark(of.walk, at);
         Affine map;
-        const LaneMarks marks = tile_prefix.marks;
+        const LaneMarks marks = tile_prefix.marks();
         if (marks.several()) {
             map = compose_marked(ring, at, marks);
         } else {
@@ -70,7 +70,7 @@ struct ForwardTiles {
         const Tiles ring(stage);
         State x = tile_prefix.enter(tile, at, scans.grid.levels, of.initial.of_row(scans, at, at.row()),
                                     of.last.of_row(scans, at, at.row()));
-        const LaneMarks marks = tile_prefix.marks;
+        const LaneMarks marks = tile_prefix.marks();
         if (marks.several()) {
             finish_marked(ring, at, marks, x);
         } else {

@@ -267,16 +267,28 @@ __device__ inline void write(State* to, State x) {
     if (to) *to = x;
 }
 
+// The marks of a lane's elements, where sequences are packed.
+template <bool = VARLEN, int N = ITEMS>
+struct Marked {
+    __device__ void mark(const Walk&, const Position&) {}
+    __device__ LaneMarks marks() const { return {}; }
+};
+template <int N>
+struct Marked<true, N> {
+    LaneMarks own;
+
+    __device__ void mark(const Walk& walk, const Position& at) {
+        own = walk.lane_marks<N>(at.first, TIMES, at.lane % LANES * N);
+    }
+    __device__ LaneMarks marks() const { return own; }
+};
+
 // The state that enters a lane's elements.
-struct RowTilePrefix {
-    LaneMarks marks;                        // of the lane's elements, where sequences are packed
+struct RowTilePrefix : Marked<> {
     RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
     State sum = State(0);                   // of what is summed over the row so far; not where rows are cut
     Affine composed, tile[1];         // before this lane, and of all of its row's
 
-    __device__ void mark(const Walk& walk, const Position& at) {
-        if constexpr (VARLEN) marks = walk.lane_marks<ITEMS>(at.first, TIMES, at.lane % LANES * ITEMS);
-    }
     // `lane_map` composes this lane's elements.
     __device__ void scan(Affine lane_map, const Position& at) {
         composed = exclusive_scan<1, LANES>(lane_map, at.lane);

@@ -30,7 +30,7 @@ from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.dispatch.shipped import can_be_built, holds
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
-from scan_registry.kernels.model import Family, Language, Launch, Problem, Route
+from scan_registry.kernels.model import LANGUAGES, Family, Language, Launch, Problem, Route
 
 __all__ = [
     "BACKENDS",
@@ -147,7 +147,7 @@ def select(
 def _languages(system: System, family: Family, problem: Problem) -> tuple[Language, ...]:
     """In order of preference; without a GPU, none has candidates."""
     device = system.device
-    return family.languages(problem, device.shared_memory_per_block if device else 0)
+    return family.languages(problem, Target(device.capability)) if device else LANGUAGES
 
 
 def _best(

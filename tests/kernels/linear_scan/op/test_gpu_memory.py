@@ -39,7 +39,8 @@ def peak_of(function):
 @pytest.mark.parametrize("gates", [None, (8, 1), (1, 1), "per channel"], ids=str)
 def test_peak_memory_of_a_training_step(gates, dim, backend):
     """States, which are output and saved, and the gradients that are asked for: nothing else of their
-    size, though broadcast gates take the gradient of tokens to have theirs."""
+    size, though broadcast gates take the gradient of tokens to have theirs. Of contiguous channels with one gate each, there is
+    a float32 sum for each 64 steps besides."""
     shape = (8, 1024, 8192) if dim == 2 else (8, 8192, 1024)
     if gates == "per channel":
         gates = (1024, 1) if dim == 2 else (1024,)
@@ -52,7 +53,9 @@ def test_peak_memory_of_a_training_step(gates, dim, backend):
     states, forward = peak_of(lambda: scan(*tensors))
     assert forward <= 1.01 * states.nbytes
     grads, backward = peak_of(lambda: torch.autograd.grad(states, tensors, weight))
-    assert backward <= 1.01 * sum(grad.nbytes for grad in grads)
+    summed = dim == 1 and gates is not None and backend == "cuda"
+    sums = states.numel() // 64 * 4 if summed else 0
+    assert backward <= 1.01 * sum(grad.nbytes for grad in grads) + sums
 
 
 @pytest.mark.parametrize("dim", [1, 2])
