@@ -3,9 +3,9 @@
 The timing model says nothing of packed sequences, as their lengths are known on the GPU alone. These estimates take
 lengths to be random, with the mean that the call tells. They decide between ways of working that are far apart:
 
-- Of contiguous time, aligned rows are cut into segments in CUDA where a GPU has room for that and sequences are not very
-  short; nothing is faster then. Other rows are scanned by one CTA each, tile after tile; in Triton
-  each sequence of a row has a program of its own.
+- Of contiguous time, aligned rows are cut into segments in CUDA where archives have the kernel, and rows and sequences are
+  not short; nothing is faster then. Other rows are scanned by one CTA each, tile after tile; in Triton each sequence of a row
+  has a program of its own.
 - Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
 
 The constants are fitted by eye to what ``bench --random`` timed on an H200 and an H100.
@@ -87,10 +87,8 @@ def cuda_rows_ms(problem: LinearScanProblem) -> float:
 
 def cut_rows_ms(problem: LinearScanProblem) -> float:
     """Of the CUDA variant that cuts rows. The last segment of each takes the time of a whole one."""
-    item, (tile,) = (
-        ITEM_SIZE[problem.dtype],
-        cuda_tiles.packed_rows(problem.direction, problem.dtype),
-    )
+    item = ITEM_SIZE[problem.dtype]
+    tile = next(cuda_tiles.packed_rows(problem.direction, problem.dtype))
     segment = int(tile["rows"]) * int(tile["lanes"]) * int(tile["pieces"]) * 16 // item
     steps = ceil_div(problem.time, segment) * segment
     of_element = _CUT_ELEMENT[item][problem.direction == "backward"]

@@ -216,9 +216,8 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
     accesses = (*space.ACCESSES, space.MISALIGNED, space.VARLEN)
-    usual = (
-        accesses if time_last else accesses[:-1]
-    )  # of contiguous channels, generic variants take packed sequences
+    # Of contiguous channels, generic variants take packed sequences where tables name no other.
+    usual = accesses if time_last else accesses[:-1]
     defaults = scans(partial(cuda_tiles.usual, layout, direction), usual, cuda_tiles.mixed(layout))
     return Kernel(
         family=FAMILY_NAME,
