@@ -13,17 +13,19 @@ from jax import lax
 from scan_registry.kernels.gated_scan.kinds import MOST_SLOPE, RG_LRU_SCALE
 
 
-@jax.custom_jvp
-def _sigmoids(x: Any) -> tuple[Any, Any]:
+def _both_sigmoids(x: Any) -> tuple[Any, Any]:
     """The sigmoids of x and of -x. Neither is computed as 1 minus the other, which would lose digits."""
     return jax.nn.sigmoid(x), jax.nn.sigmoid(-x)
 
 
-@_sigmoids.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _derivatives(primals: Any, tangents: Any) -> Any:
     one, other = _sigmoids(*primals)
     moved = tangents[0] * (one * other)
     return (one, other), (moved, -moved)
+
+
+_sigmoids: Any = jax.custom_jvp(_both_sigmoids)
+_sigmoids.defjvp(_derivatives)
 
 
 def _positive(x: Any) -> Any:

@@ -8,7 +8,6 @@ such a scan, too; and a gradient, which JAX transposes from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -87,15 +86,15 @@ _summary = define(_Summary())
 _psum: Any = lax.psum  # which has no types for mypy
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(3, 4))
-def scan_over(gates: Any, tokens: Any, initial: Any, axis_name: str, options: Options) -> list[Any]:
+def _scan_over(
+    gates: Any, tokens: Any, initial: Any, axis_name: str, options: Options
+) -> list[Any]:
     """States of this device's part, and if asked for the state after the last part. ``initial`` is that before the first one."""
     states, last, *_ = _states_over(gates, tokens, initial, axis_name, options, None)
     return [states, last] if options.final else [states]
 
 
-@scan_over.defjvp
-def _(axis_name: str, options: Options, primals: Any, tangents: Any) -> Any:
+def _derivatives(axis_name: str, options: Options, primals: Any, tangents: Any) -> Any:
     gates, tokens, initial = primals
     of_gates, of_tokens, of_initial = tangents
     states, last, before, products = _states_over(gates, tokens, initial, axis_name, options, None)
@@ -105,6 +104,10 @@ def _(axis_name: str, options: Options, primals: Any, tangents: Any) -> Any:
     if options.final:
         return [states, last], [moved, moved_last]
     return [states], [moved]
+
+
+scan_over: Any = jax.custom_jvp(_scan_over, nondiff_argnums=(3, 4))
+scan_over.defjvp(_derivatives)
 
 
 def _states_over(

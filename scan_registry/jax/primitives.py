@@ -184,7 +184,8 @@ class _Primitive:
 
     @cache  # noqa: B019  # primitives live as long as the process
     def _compiled(self, **static: Any) -> Callable[..., Any]:
-        return jax.jit(partial(self.primitive.bind, **static))
+        compiled: Callable[..., Any] = jax.jit(partial(self.primitive.bind, **static))
+        return compiled
 
     def _abstract(self, *avals: Any, present: Any, options: Any) -> list[Any]:
         outlines = self._outlines(grouped(avals, present), options)
