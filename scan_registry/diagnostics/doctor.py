@@ -24,7 +24,6 @@ from scan_registry.kernels.model import PLAIN_TORCH, Family, Language, Sample, V
 
 Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
-
 #: Of what runs where no language is asked for; machine code is as it should be.
 _SEVERITY: Mapping[Tier | None, Severity] = {
     Tier.PTX: "note",

@@ -92,6 +92,13 @@ def spare_labels(kernel: Kernel) -> list[str]:
     ]
 
 
+def defaults(kernel: Kernel, arch: str) -> set[str]:
+    """Labels of the defaults that an architecture's archives have."""
+    held = kernel.by_text.values()
+    target, serves = Target.parse(arch), kernel.rules.serves
+    return {kernel.label(variant) for variant in held if serves(variant.statics, target)}
+
+
 def planned(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, arch: str) -> dict[str, bool]:
     """Labels of the kernel's variants, and whether they are optional."""
     family = replace(FAMILY, kernels=(kernel,))
@@ -116,22 +123,21 @@ def test_what_tunings_name_is_optional_on_other_architectures(
             (("sm_80", False), ("sm_90", False), ("sm_90", True)), spares, strict=True
         )
     )
-    usual = dict.fromkeys(map(kernel.label, kernel.by_text.values()), False)
     for arch, expected in (
         ("sm90", {spares[1]: False, spares[2]: False}),
         ("sm86", {spares[0]: True}),
         ("sm120", {spares[1]: True}),
         ("ptx80", {spares[0]: True, spares[1]: True}),
     ):
+        usual = dict.fromkeys(defaults(kernel, arch), False)
         assert planned(monkeypatch, tuned(kernel, *tunings), arch) == usual | expected
 
 
 def test_tuned_variants_take_the_place_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere, if more than one problem was timed, those that are near the fastest."""
     kernel = FAMILY.kernels[0]
-    usual = set(map(kernel.label, kernel.by_text.values()))
     kind = pinned(next(iter(kernel.by_text.values())).statics[:3])
-    others = {label for label in usual if not label.startswith(f"{kind},")}
+    own = {label for label in defaults(kernel, "sm90") if label.startswith(f"{kind},")}
     a, b = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
     near, far = 0.9 * planning.BORROWED, 1.1 * planning.BORROWED
     rows = [
@@ -139,10 +145,11 @@ def test_tuned_variants_take_the_place_of_defaults(monkeypatch: pytest.MonkeyPat
         Row({"time": 2}, {a: near, b: 1.0}),
         Row({"time": 4}, {b: 1.0, a: far}),
     ]
-    for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], usual - others)):
+    for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], own)):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
         for arch, expected in (("sm90", {a, b}), ("sm89", elsewhere), ("ptx80", elsewhere)):
             actual = set(planned(monkeypatch, tuned(kernel, tuning), arch))
+            others = {t for t in defaults(kernel, arch) if not t.startswith(f"{kind},")}
             assert actual == others | expected, (arch, len(served))
 
 

@@ -33,7 +33,7 @@ def test_modules_import_one_of_both() -> None:
         assert ("torch" if path in for_jax else "jax") not in imported(path), path
 
 
-def test_a_call_imports_no_torch() -> None:
+def test_a_call_imports_no_torch(tmp_path: Path) -> None:
     pytest.importorskip("jax")
     script = """
 import sys
@@ -44,4 +44,4 @@ import jax.numpy as jnp
 linear_scan(jnp.ones((2, 8)), jnp.ones((2, 8))).block_until_ready()
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
