@@ -38,13 +38,14 @@ def chosen() -> Iterator[Variant]:
 
 @cache
 def posed(dtype: str) -> tuple[cases.Trial, ...]:
-    """Every shape with half of the settings, solved once."""
+    """Every shape with half of the settings, solved once; with a fourth in float32, which takes three products for one."""
     torch.manual_seed(0)
+    every = 4 if dtype == "float32" else 2
     return tuple(
         cases.draw(shape, setting, dtype, "cpu")
         for number, shape in enumerate(SHAPES)
         for turn, setting in enumerate(cases.SETTINGS)
-        if (number + turn) % 2 == 0
+        if (number + turn) % every == 0
     )
 
 

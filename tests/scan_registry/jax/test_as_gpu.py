@@ -129,44 +129,33 @@ print(json.dumps([kernels_of, last, text]))
 """
 
 
-@pytest.fixture(scope="module")
-def run(stub_module: tuple[Any, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The names of the kernels by family, what one call of linear_scan says of itself, and a program for GPUs. Results and
-    gradients were compared with torch's."""
-    module, library = stub_module
-    stub = module.Stub(library, tmp_path_factory.mktemp("jax_as_gpu"))
-    return json.loads(stub.gpu().run(PRELUDE + SCRIPT).stdout)
-
-
 BOTH = ["time_last_forward", "time_last_backward"]
 COLUMNS = ["channel_last_forward", "channel_last_backward"]
+#: In the order of the calls.
+KERNELS = {
+    "linear_scan": [*COLUMNS, *BOTH, "time_last_reduction", *COLUMNS, "channel_last_reduction", *BOTH],
+    "gated_scan": [*COLUMNS, *BOTH],
+    "causal_conv1d": [*COLUMNS, *BOTH],
+    "selective_scan": ["forward", "backward", "forward", "adjoint", "backward"],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "names"),
-    [
-        (
-            "linear_scan",
-            [*COLUMNS, *BOTH, "time_last_reduction", *COLUMNS, "channel_last_reduction", *BOTH],
-        ),
-        ("gated_scan", [*COLUMNS, *BOTH]),
-        ("causal_conv1d", [*COLUMNS, *BOTH]),
-        ("selective_scan", ["forward", "backward", "forward", "adjoint", "backward"]),
-    ],
-)
-def test_what_is_launched_computes_the_operator(run: Any, family: str, names: list[str]) -> None:
-    assert run[0][family] == [f"{family}.{name}" for name in names]
-
-
-def test_kernels_of_the_dual_scan(run: Any) -> None:
-    """The first two of a backward pass do not depend on each other."""
+def test_what_is_launched_computes_the_operator(
+    stub_module: tuple[Any, Path], tmp_path: Path
+) -> None:
+    """Results and gradients are compared with torch's in the process. A call names its binary by the digest, so that another
+    process can run the program; and the workspace is one of its buffers."""
+    module, library = stub_module
+    stub = module.Stub(library, tmp_path)
+    kernels, call, text = json.loads(stub.gpu().run(PRELUDE + SCRIPT).stdout)
+    of_dual_scan = kernels.pop(
+        "ssd_scan"
+    )  # the first two of a backward pass do not depend on each other
+    assert kernels == {
+        family: [f"{family}.{n}" for n in names] for family, names in KERNELS.items()
+    }
     names = ("forward", "states", "adjoint", "backward")
-    assert {*run[0]["ssd_scan"]} == {f"ssd_scan.{name}" for name in names}
-
-
-def test_a_call_names_its_binary(run: Any) -> None:
-    """By the digest, so that another process can run the program; and the workspace is one of its buffers."""
-    _, call, text = run
+    assert {*of_dual_scan} == {f"ssd_scan.{name}" for name in names}
     assert call["workspace"] > 0
     assert call["grid"][0] > 1
     assert len(call["sha256"]) == 64
