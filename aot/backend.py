@@ -17,8 +17,8 @@ from setuptools import build_meta
 
 ROOT = Path(__file__).parents[1]
 
-# setuptools asks packages of the environment for what they write, such as Hugging Face's `kernels`, as which it must not
-# find the folder of that name here.
+# setuptools imports plugins that are installed, such as that of Hugging Face's package `kernels`. With this folder on the path,
+# it would import the folder `kernels` instead.
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 Settings = Mapping[str, Any] | None

@@ -19,6 +19,7 @@ from scan_registry.jax.ffi import (
     Selection,
     call_on_cpu,
     call_on_gpu,
+    in_order,
     outline_of,
 )
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
@@ -176,9 +177,7 @@ class _CausalConv1d(Operator):
         }
         starts = {"final_state": packing.leaving(operands[3], *of_state, operands[4])}
         written = _call(platform, "forward", _inputs(operands), outputs, starts, operands, options)
-        return (
-            None if written is None else [written[n] for n, o in outputs.items() if o is not None]
-        )
+        return in_order(written, outputs)
 
     def run_adjoint(
         self,

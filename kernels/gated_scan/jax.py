@@ -21,6 +21,7 @@ from scan_registry.jax.ffi import (
     Selection,
     call_on_cpu,
     call_on_gpu,
+    in_order,
     outline_of,
 )
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
@@ -264,9 +265,7 @@ class _GatedScan(Operator):
         starts = {"final_state": packing.leaving(initial, *of_state, cu_seqlens)}
         inputs = self._inputs(operands)
         written = self._call(platform, "forward", inputs, outputs, starts, operands, options)
-        return (
-            None if written is None else [written[n] for n, o in outputs.items() if o is not None]
-        )
+        return in_order(written, outputs)
 
     def run_adjoint(
         self,

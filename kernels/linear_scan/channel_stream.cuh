@@ -110,7 +110,7 @@ __device__ void copy_in(const Ring& ring, int input, const Plane& from, const Po
     }
 }
 
-// Likewise of gates of which a channel has one for all rows: it is read once.
+// Fill a tile with gates where each channel has one gate for all rows, so that this gate alone is read.
 template <class Ring>
 __device__ void fill_in(const Ring& ring, int input, const Plane& gates, const Position& at, Storage outside) {
     uint4 gate = piece_of(outside);

@@ -33,7 +33,7 @@ struct Marks {
     __device__ bool ends_at(int i) const { return ends >> i & 1; }
 };
 
-// Likewise of a lane's steps, without a place for states.
+// Which of a lane's steps are the first and the last of packed sequences: one bit each.
 struct LaneMarks {
     unsigned starts = 0, ends = 0;
 

@@ -12,7 +12,7 @@ from jax import lax
 from scan_registry.base.strides import dense_strides
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
-from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, gpu, outline_of
+from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, gpu, in_order, outline_of
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
 from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.problem import (
@@ -104,9 +104,7 @@ class _SSDScan(Operator):
             return None
         outputs = self._outlines(of, options)
         written = _launch("forward", of, options, of._asdict(), outputs)
-        return (
-            None if written is None else [written[n] for n, o in outputs.items() if o is not None]
-        )
+        return in_order(written, outputs)
 
     def run_adjoint(
         self,

@@ -14,7 +14,7 @@ G groups, P the size of a head and N states:
     out, ungated                      (batch, T, H, P), in the problem's dtype: the output, and what z gates, null: not asked for
     x_grad                            (batch, T, H, P), in that dtype
     states                            (batch, slots, H, P, N), in that dtype: the state before each chunk; null: not asked for
-    sequence_decays                   (batch, S, H), float32: what a sequence multiplies its initial state by; null: likewise
+    sequence_decays                   (batch, S, H), float32: the product of a sequence's decays; null if not asked for
     adjoints                          likewise: the gradient of the state after each chunk
     dt_grad                           (batch, T, H), float32
     A_grad, D_grad                    (batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)

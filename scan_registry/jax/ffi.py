@@ -142,6 +142,15 @@ def call_on_gpu(
     )
 
 
+def in_order(
+    written: Mapping[str, Any] | None, outputs: Mapping[str, Outline | None]
+) -> list[Any] | None:
+    """What was written of ``outputs``, in their order; None if no kernel ran."""
+    if written is None:
+        return None
+    return [written[name] for name, outline in outputs.items() if outline is not None]
+
+
 def _call(
     words: Mapping[str, Any],
     pointers: Sequence[str],

@@ -26,6 +26,7 @@ from selecting import (
 from scan_registry.artifact.archive import Archive
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Language, Variant
 
 
@@ -223,6 +224,23 @@ def test_variants_of_another_version(a_device: Describe, a_binary: Make) -> None
     archive = in_memory("sm90", [a_binary(TRITON[0])[0]])
     decision = select(System(a_device(), (archive,)), fewer, a_problem())
     assert told(decision, str(TRITON[0])) == "this version has no such kernel in triton"
+
+
+@pytest.mark.parametrize(
+    ("arch", "time", "first"),
+    [
+        ("sm90", 160_000, "cuda"),
+        ("sm100", 160_000, "cuda"),
+        ("sm86", 160_000, "triton"),  # blocks have too little shared memory
+        ("sm110", 160_000, "triton"),  # it runs PTX, which has no such kernel
+        ("sm90", 2560, "triton"),  # rows too short to be cut
+    ],
+)
+def test_aligned_rows_of_packed_sequences_prefer_what_cuts_them(
+    arch: str, time: int, first: str
+) -> None:
+    problem = replace(a_problem(time), batch=1, channels=1, sequences=40)
+    assert FAMILY.languages(problem, Target.parse(arch))[0] == first
 
 
 @pytest.mark.parametrize("available", ["both", "cuda", "compiler"])

@@ -225,3 +225,21 @@ def test_binaries_of_a_label_are_all_that_it_stands_for(workshop: Any) -> None:
     assert [dict(binary.variant.statics)["reverse"] for binary, _ in binaries] == [0, 1]
     assert {problem.kernel.label(binary.variant) for binary, _ in binaries} == {label}
     assert tuner.binaries({}) == []
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 8e-3), ("float32", 1e-6)])
+def test_a_sum_without_some_of_its_terms_differs(dtype: str, tolerance: float) -> None:
+    """However many terms there are: partial sums are float32 for every dtype, and another order of the terms is no difference."""
+    torch.manual_seed(0)
+    terms = torch.randn(1 << 16, 8)
+    exact = {"gates_grad": terms.double().sum(0).float()}
+    count = {"gates_grad": len(terms)}
+
+    def is_refused(sums: torch.Tensor) -> bool:
+        return engine._difference({"gates_grad": sums}, exact, tolerance, count) is not None
+
+    assert not is_refused(terms.cumsum(0)[-1])
+    assert not is_refused(terms.flip(0).cumsum(0)[-1])
+    total = exact["gates_grad"]
+    for wrong in (total - terms[-1024:].sum(0), total + terms[:1024].sum(0), 0 * total, -total):
+        assert is_refused(wrong), dtype
