@@ -11,30 +11,56 @@ struct RunningStates {
     // sums = decay · sums + Σ_t weights[t] · x_t ⊗ B_t. `weights` are in shared memory.
     template <class TX, class TB>
     __device__ void add(TX x, TB B, const float* weights, float decay, int row) {
+#if WIDE
+        scale(decay);
+        const LeftOperand<TX> left{across_k(x), weights, row};
+#pragma unroll 1
+        for (int t = 0; t < 64; t += 16) {  // what is unrolled stays in the instruction cache
+            const Fragment a = left.load(t);
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++) multiply_registers(sums[block], a, across_k(B, 64 * block), t);
+        }
+#else
+        Fragment lefts[4];
+        load_lefts(lefts, x, weights, row);
+        start_add(lefts, B, decay);
+        finish_add();
+#endif
+    }
+
+    // x, scaled.
+    template <class TX>
+    struct LeftOperand {
+        Operand<ACROSS_K, TX> x;
+        const float* weights;
+        int row;
+        unsigned lane = x.lane_of_A(row);
+
+        // 16 steps from t on.
+        __device__ Fragment load(int t) const {
+            const float2 first = *reinterpret_cast<const float2*>(weights + t + lane_column());
+            const float2 second = *reinterpret_cast<const float2*>(weights + t + 8 + lane_column());
+            return scaled(x.load_A(lane, t), first, second);
+        }
+    };
+    __device__ void scale(float decay) {
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
             for (int n = 0; n < TILES; n++)
 #pragma unroll
                 for (int k = 0; k < 4; k++) sums[block][n][k] *= decay;
-        const auto left = across_k(x);
-        const unsigned left_lane = left.lane_of_A(row);
-        const auto load_left = [&](int t) {
-            const float2 first = *reinterpret_cast<const float2*>(weights + t + lane_column());
-            const float2 second = *reinterpret_cast<const float2*>(weights + t + 8 + lane_column());
-            return scaled(left.load_A(left_lane, t), first, second);
-        };
-#if WIDE
-#pragma unroll 1
-        for (int t = 0; t < 64; t += 16) {  // what is unrolled stays in the instruction cache
-            const Fragment a = load_left(t);
+    }
+    // `add` in three parts. Tensor cores work between the last two.
+    template <class TX>
+    __device__ static void load_lefts(Fragment (&lefts)[4], TX x, const float* weights, int row) {
+        const LeftOperand<TX> left{across_k(x), weights, row};
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++) multiply_registers(sums[block], a, across_k(B, 64 * block), t);
-        }
-#else
-        Fragment lefts[4];
-#pragma unroll
-        for (int t = 0; t < 64; t += 16) lefts[t / 16] = load_left(t);
+        for (int t = 0; t < 64; t += 16) lefts[t / 16] = left.load(t);
+    }
+    template <class TB>
+    __device__ void start_add(const Fragment (&lefts)[4], TB B, float decay) {
+        scale(decay);
         begin_products();
 #pragma unroll
         for (int t = 0; t < 64; t += 16)
@@ -42,13 +68,18 @@ struct RunningStates {
             for (int block = 0; block < BLOCKS; block++)
                 multiply_registers(sums[block], lefts[t / 16], across_k(B, 64 * block), t);
         close_products();
+    }
+    __device__ void finish_add() {
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) wait_for_products<0>(sums[block]);
-#endif
     }
 
     // To shared memory, in the elements' type.
     __device__ void keep(Tile<SIZE, COLUMNS> to, int row) const {
+#if BY_WARPGROUPS
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++) store_sums(to, sums[block], row, 64 * block);
+#else
         const unsigned at = to.lane_of_sums(row);
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
@@ -57,6 +88,7 @@ struct RunningStates {
                 store_pair(to.moved(at, 0, 64 * block + 8 * n), sums[block][n][0], sums[block][n][1]);
                 store_pair(to.moved(at, 8, 64 * block + 8 * n), sums[block][n][2], sums[block][n][3]);
             }
+#endif
     }
 
     // From float32 in memory, or zeros, and back: `rows` rows of `stride` numbers, of which `columns` are there.

@@ -49,3 +49,8 @@ __device__ inline uint4 load_matrices(bool transposed, unsigned row) {
                      : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w) : "r"(row) : "memory");
     return m;
 }
+// Store four matrices of 8 × 8 elements of 16 bits, laid out in registers and addressed as `load_matrices` has them. From sm_90 on.
+__device__ inline void store_matrices(unsigned row, uint4 m) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m.x), "r"(m.y), "r"(m.z),
+                 "r"(m.w) : "memory");
+}

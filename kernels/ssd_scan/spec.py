@@ -4,11 +4,12 @@
 in time, for the states before chunks, and with REVERSE backwards, for the gradients of the states after them. The code for sm_90
 multiplies 16-bit elements by warpgroups, which later GPUs cannot; the same source multiplies by warps for the others. float32 is
 multiplied by warps everywhere, as TF32 in three products (``wide_products.cuh``), and takes shared memory that not all GPUs have: the
-forward pass with up to 64 states takes 73 KB, with up to 128 120 KB and with more 216 KB, and the backward pass 152 KB.
+forward pass with up to 64 states takes 74 KB, with up to 128 122 KB and with more 218 KB, and the backward pass 152 KB.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
@@ -59,6 +60,12 @@ _WIDE_TILES = TILES | {"states": (64,), "adjoint": (64,), "backward": (SMALL_BLO
 _WARPS: dict[Direction, int] = {"forward": 8, "states": 4, "adjoint": 4, "backward": 8}
 #: Chunks or heads that are in shared memory at once.
 _STAGES = (1, 2)
+#: Tiles of 16 bits whose outputs have two warpgroups that take turns: states, stages, gated, heads and outputs. They need products
+#: by warpgroups. For how many chunks their shared memory has the decays of steps.
+_APART = ((64, 4, 0, 2, 2), (128, 4, 0, 2, 2), (MOST_STATES, 3, 0, 1, 2))
+_KEPT_CHUNKS = 8
+#: Bytes of the maps by which a CTA of these copies x, B, C and outputs.
+_MAPS = 4 * 128
 #: So few CTAs leave SMs empty, with tiles of half the states twice as many.
 _FEW_CTAS = 200
 
@@ -66,7 +73,7 @@ _FEW_CTAS = 200
 POINTERS: dict[Direction, tuple[str, ...]] = {
     "forward": (
         *("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
-        *("out", "ungated", "final_state"),
+        *("out", "ungated", "final_state", "workspace"),
     ),
     "states": (
         *("x", "dt", "A", "B", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
@@ -99,6 +106,11 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 
 
+def _apart(variant: Variant) -> bool:
+    """Whether outputs have warpgroups that take turns (``forward_apart.cuh``)."""
+    return variant.kernel == "forward" and variant.number("outputs") > 1
+
+
 def _kind_mismatch(variant: Variant, problem: SSDScanProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
@@ -110,6 +122,8 @@ def _accepts(variant: Variant, problem: SSDScanProblem) -> str | None:
         return reason
     if problem.direction == "forward" and problem.gated > variant.number("gated"):
         return "compiled without z and D of (heads, P)"
+    if problem.direction == "forward" and problem.group_heads % variant.number("heads"):
+        return f"{problem.group_heads} heads share B and C; a CTA takes {variant.number('heads')} that do"
     columns = variant.number("states")
     of_CTA = {"forward": problem.state_size, "backward": problem.block}.get(problem.direction, 0)
     if of_CTA > columns or (problem.direction == "backward" and of_CTA < columns):
@@ -133,22 +147,25 @@ def _size_mismatch(problem: SSDScanProblem) -> str | None:
     return None
 
 
-def _walks(problem: SSDScanProblem, columns: int) -> int:
-    """CTAs of a kernel that goes along time, with tiles of so many states."""
+def _walks(problem: SSDScanProblem, columns: int, heads: int = 1) -> int:
+    """CTAs of a kernel that goes along time, with tiles of so many states of so many heads."""
     tiles = -(-problem.head_size // SIZE) * -(-problem.state_size // columns)
-    return tiles * problem.heads * problem.batch * max(1, problem.sequences)
+    return tiles * problem.heads // heads * problem.batch * max(1, problem.sequences)
 
 
 def _grid(variant: Variant, problem: SSDScanProblem) -> tuple[int, int, int]:
     if problem.direction == "backward":
         return problem.slots * problem.batch, problem.groups * problem.splits, 1
-    return _walks(problem, variant.number("states")), 1, 1
+    heads = variant.number("heads") if problem.direction == "forward" else 1
+    return _walks(problem, variant.number("states"), heads), 1, 1
 
 
 def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
     known = problem.scalars()
     integers = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
-    return Launch(_grid(variant, problem), {name: known[name] for name in integers})
+    grid = _grid(variant, problem)
+    maps = _MAPS * grid[0] if _apart(variant) else 0
+    return Launch(grid, {name: known[name] for name in integers}, maps, zeroed=False)
 
 
 def _wide(variant: Variant) -> bool:
@@ -161,8 +178,9 @@ def _constants(variant: Variant) -> dict[str, Static]:
         _wide(variant),
     )
     if variant.kernel == "forward":
-        one = wide or numbers["STATES"] > 128
-        numbers |= {"GATED": variant.number("gated"), "CTAS": 1 if one else 2}
+        one = wide or numbers["STATES"] > 128 or _apart(variant)
+        own = {name.upper(): variant.number(name) for name in ("gated", "heads", "outputs")}
+        numbers |= own | {"CTAS": 1 if one else 2}
     elif variant.kernel != "backward":
         numbers |= {"CTAS": 2 if wide else 3, "REVERSE": int(variant.kernel == "adjoint")}
     return {"ELEMENT": variant.text("dtype"), **numbers}
@@ -171,15 +189,19 @@ def _constants(variant: Variant) -> dict[str, Static]:
 def _shared(variant: Variant) -> int:
     """Bytes of dynamic shared memory: the tiles, and float32 for each step, of which float32's sums take two."""
     columns, stages, warps = (variant.number(name) for name in ("states", "stages", "warps"))
-    size, of_steps = (4, 4) if _wide(variant) else (2, 3)
+    size, of_steps = (4, 5) if _wide(variant) else (2, 4)
     chunk, kept, x = size * CHUNK * columns, size * SIZE * columns, size * CHUNK * SIZE
+    if _apart(variant):
+        heads = variant.number("heads")
+        steps = 4 * heads * _KEPT_CHUNKS * (of_steps * CHUNK + 1)
+        return stages * (heads * x + chunk + 8) + 2 * (chunk + 8) + heads * kept + steps
     if variant.kernel == "forward":
         skips = SIZE * variant.number("gated")
         return stages * (x + 2 * chunk) + kept + 4 * (warps * (of_steps * CHUNK + 1) + skips)
     if variant.kernel != "backward":
         return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
     terms = 4 * ((19 if _wide(variant) else 13) * CHUNK + warps)
-    of_heads = 4 * of_steps * most_heads(variant.text("dtype")) * CHUNK
+    of_heads = 4 * (of_steps - 1) * most_heads(variant.text("dtype")) * CHUNK
     return 2 * chunk + stages * 2 * (x + kept) + size * CHUNK * CHUNK + x + of_heads + 2 * terms
 
 
@@ -192,19 +214,33 @@ def _serves(kernel: Direction, statics: Pins, target: Target) -> bool:
     named = dict(statics)
     if "stages" not in named:
         return True
+    by_warpgroups = target.capability == (9, 0) and not target.is_ptx
+    if kernel == "forward" and named["outputs"] == 2:
+        return by_warpgroups
+    if by_warpgroups and _replaced(kernel, named):
+        return False
     more = tuple((named | {"stages": int(named["stages"]) + 1}).items())
     last = named["stages"] == _STAGES[-1]
     return _fits(kernel, statics, target) and (last or not _fits(kernel, more, target))
 
 
+def _replaced(kernel: Direction, named: Mapping[str, Static]) -> bool:
+    """Whether there is a tile with the same heads and states whose outputs have warpgroups that take turns."""
+    names = ("states", "gated", "heads")
+    same = any((tile[0], *tile[2:4]) == tuple(map(named.get, names)) for tile in _APART)
+    return kernel == "forward" and same and named["dtype"] != "float32"
+
+
 def _cost(variant: Variant, problem: SSDScanProblem) -> float:
-    """The tile that leaves the least empty; smaller ones where there are few CTAs; and what is compiled for z only where it
-    has to be."""
+    """The tile that leaves the least empty; smaller ones where there are few CTAs; what is compiled for z only where it has to be; and
+    outputs that take turns."""
     columns = variant.number("states")
     if problem.direction in ("states", "adjoint"):
         few = columns > 64 and _walks(problem, columns) < _FEW_CTAS
         return abs(columns - min(128, problem.state_size)) + (1000 if few else 0)
-    return columns + (variant.number("gated") if problem.direction == "forward" else 0)
+    if problem.direction == "forward":
+        return columns + 2 * variant.number("gated") - variant.number("outputs")
+    return columns
 
 
 def _tiles(direction: Direction, dtype: str) -> tuple[Pins, ...]:
@@ -212,10 +248,14 @@ def _tiles(direction: Direction, dtype: str) -> tuple[Pins, ...]:
     columns = (_WIDE_TILES if wide else TILES)[direction]
     stages = (2,) if wide and direction in ("states", "adjoint") else _STAGES
     choices: dict[str, tuple[int, ...]] = {"states": columns, "stages": stages}
+    more: tuple[tuple[int, ...], ...] = ()
     if direction == "forward":
-        choices["gated"] = (1,) if wide else (0, 1)
+        choices |= {"gated": (1,) if wide else (0, 1), "heads": (1,), "outputs": (1,)}
+        more = () if wide else tuple((*tile, 4 * sum(tile[3:])) for tile in _APART)
     choices["warps"] = (_WARPS[direction],)
-    return tuple(tuple(zip(choices, tile, strict=True)) for tile in product(*choices.values()))
+    return tuple(
+        tuple(zip(choices, tile, strict=True)) for tile in (*product(*choices.values()), *more)
+    )
 
 
 def _may_spill(direction: Direction) -> frozenset[Variant]:

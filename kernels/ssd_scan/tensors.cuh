@@ -49,10 +49,12 @@ struct Sizes {
 struct Walk {
     int batch, sequence, head, tile;
 
-    __device__ Walk(const Sizes& sizes, int tiles) {
+    // `heads`: of a CTA, which begin at `head`.
+    __device__ Walk(const Sizes& sizes, int tiles, int heads = 1) {
         unsigned rest = blockIdx.x;
         tile = int(rest % unsigned(tiles)), rest /= unsigned(tiles);
-        head = int(rest % unsigned(sizes.heads)), rest /= unsigned(sizes.heads);
+        const unsigned ctas = unsigned(sizes.heads) / heads;
+        head = int(rest % ctas) * heads, rest /= ctas;
         sequence = int(rest % unsigned(sizes.sequences)), batch = int(rest / unsigned(sizes.sequences));
     }
 };

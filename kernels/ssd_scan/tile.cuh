@@ -48,8 +48,8 @@ struct Copier {
     unsigned first;  // where in the tile
 
     // Rows from `data` on, `stride` elements from each other, of `columns` numbers.
-    __device__ Copier(const Storage* data, int stride, int columns) {
-        const int piece = threadIdx.x % PIECES, own = threadIdx.x / PIECES;
+    __device__ Copier(const Storage* data, int stride, int columns, unsigned thread = threadIdx.x) {
+        const int piece = thread % PIECES, own = thread / PIECES;
         from = data + (i64(own) * stride + piece * PIECE);
         apart = APART * stride;
         row = piece * PIECE < columns ? own : HEIGHT;
@@ -90,10 +90,14 @@ __device__ inline float high_of(Pair pair) {
 #endif
 __device__ inline void store_pair(unsigned address, float low, float high) { store_pair(address, pair_of(low, high)); }
 
-// Wait for all threads, and let the tensor cores see what they have stored in shared memory or waited for.
-__device__ inline void meet() {
+// Let the tensor cores see what the thread has stored in shared memory or waited for.
+__device__ inline void show_tensor_cores() {
 #if BY_WARPGROUPS
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
+}
+// Wait for all threads, whose stores and copies the tensor cores then see.
+__device__ inline void meet() {
+    show_tensor_cores();
     __syncthreads();
 }

@@ -65,12 +65,12 @@ def _prepared(
     sequences: int = 0,
 ) -> list[tuple[Run, SSDScanProblem]] | Decision:
     """The kernels of these directions, with their problems; or the decision that there is none for one of them. ``sequences``: those
-    that arguments without ``cu_seqlens`` are cut into."""
+    that arguments without ``cu_seqlens`` are cut into; states are computed of all but the last one."""
     kernels, backend = [], options.backend
     for direction in directions:
         problem = make_problem(direction, arguments, options, out_grad, copies)
         if sequences:
-            problem = replace(problem, sequences=sequences)
+            problem = replace(problem, sequences=sequences - (direction == "states"))
         index = arguments.x.device.index
         plan = prepare(index, family("ssd_scan"), problem, backend, policy.lowest())  # type: ignore[arg-type]
         if plan.launch is None:

@@ -25,9 +25,8 @@ from scan_registry.kernels.ssd_scan.problem import (
     SSDScanProblem,
 )
 
-#: CTAs of a forward pass that an SM runs at once; steps of the least stretch that time is cut into; and the fewest stretches, as
-#: each step is then multiplied with B twice.
-_FORWARD_CTAS, LEAST_STRETCH, _FEWEST_STRETCHES = 2, 1024, 3
+#: Tiles of heads in a forward pass that an SM has at once, and steps of the least stretch that time is cut into.
+_TILES_AT_ONCE, LEAST_STRETCH = 2, 1024
 #: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
 _WHOLE = ("x", "B", "C", "z", "out_grad")
 
@@ -122,9 +121,8 @@ def stretches(arguments: Arguments) -> int:
     if arguments.cu_seqlens is not None or arguments.seq_idx is not None or time >= 2**30:
         return 1
     sms = device(x.device.index).sm_count if x.is_cuda else calls.USUAL_SMS
-    ctas = batch * heads * -(-size // SIZE)
-    count = min(_FORWARD_CTAS * sms // ctas, time // LEAST_STRETCH)
-    return count if count >= _FEWEST_STRETCHES else 1
+    tiles = batch * heads * -(-size // SIZE)
+    return max(1, min(_TILES_AT_ONCE * sms // tiles, time // LEAST_STRETCH))
 
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:

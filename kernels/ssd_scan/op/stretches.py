@@ -1,8 +1,8 @@
 """A forward pass of few heads, whose CTAs alone would leave SMs without work: time is cut into stretches that run at the same time.
 
-Kernels take the stretches as sequences that are packed along time. The states kernel computes the state after each stretch from
-zeros, and the stretch's decay; these are handed on from stretch to stretch; and the forward kernel starts each stretch from the
-state before it.
+Kernels take the stretches as sequences that are packed along time. The states kernel computes the state after each stretch but the
+last one from zeros, and the stretch's decay; these are handed on from stretch to stretch; and the forward kernel starts each
+stretch from the state before it.
 """
 
 from __future__ import annotations
@@ -44,19 +44,26 @@ class Stretches:
         bounds = torch.arange(
             0, (self.count + 1) * self.length, self.length, dtype=torch.int32, device=device
         ).clamp_(max=self.time)
-        after = torch.empty((batch, self.count, *state[1:]), dtype=torch.float32, device=device)
-        before, decays = torch.empty_like(after), after.new_empty(batch, self.count, heads)
-        ends = {"initial_state": None, "final_state": after, "sequence_decays": decays}
-        states({**pointers, "cu_seqlens": bounds, **ends})
+        new = {"dtype": torch.float32, "device": device}
+        ends, before = (
+            torch.empty((batch, n, *state[1:]), **new) for n in (self.count - 1, self.count)
+        )
+        decays = torch.empty((batch, self.count - 1, heads), **new)
+        written = {"initial_state": None, "final_state": ends, "sequence_decays": decays}
+        states({**pointers, "cu_seqlens": bounds[:-1], **written})
         initial = pointers["initial_state"]
         if initial is None:
             before[:, 0].zero_()
         else:
             before[:, 0].copy_(initial.detach())
+        entering = before.unbind(1)
         gates = decays[..., None, None].unbind(1)
-        handed = zip(after.unbind(1), gates, before.unbind(1), before.unbind(1)[1:], strict=False)
-        for addition, gate, entering, leaving in handed:
-            torch.addcmul(addition, gate, entering, out=leaving)
-        ends = {"initial_state": before, "final_state": after}
-        forward({**pointers, "cu_seqlens": bounds, **ends})
+        for addition, gate, own, following in zip(
+            ends.unbind(1), gates, entering[:-1], entering[1:], strict=True
+        ):
+            torch.addcmul(addition, gate, own, out=following)
+        after = torch.empty_like(before)
+        forward(
+            {**pointers, "cu_seqlens": bounds, "initial_state": before, "final_state": after}
+        )
         return after[:, -1]

@@ -45,6 +45,7 @@ struct Barrier {
     int arrived = 0;
     long opened = 0;
     std::vector<int> waiting;
+    std::vector<long> turn_of;  // of each thread, the turn in which it came last; barriers with numbers
 };
 
 // Numbers that are drawn.
@@ -181,6 +182,13 @@ struct Block {
         at.waiting.push_back(running);
         if (!_setjmp(self().place)) resume(take());
     }
+    // A thread that comes again before the barrier has opened would be counted for another one.
+    void come(Barrier& at) {
+        at.turn_of.resize(threads.size());
+        long& turn = at.turn_of[running];
+        if (turn == at.opened + 1) fail("a thread comes to a barrier twice before it opens");
+        turn = at.opened + 1;
+    }
     // Whether the barrier opened for `count` threads, of which this is the last.
     bool arrive(Barrier& at, int count) {
         if (++at.arrived < count) return false;
@@ -211,10 +219,12 @@ void meet_block() {
 }
 void meet_at(int barrier, int count) {
     Block& b = *Block::current();
+    b.come(b.numbered[barrier]);
     b.meet(b.numbered[barrier], count);
 }
 void arrive_at(int barrier, int count) {
     Block& b = *Block::current();
+    b.come(b.numbered[barrier]);
     b.arrive(b.numbered[barrier], count);
 }
 // The last thread of a block that comes waits for the other blocks.

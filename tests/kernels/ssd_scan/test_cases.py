@@ -100,7 +100,7 @@ def test_every_pointer_has_a_tensor_and_results_count(
 ) -> None:
     trial = cases.draw((2, 70, 4, 8, 8), setting, "bfloat16", "cpu")
     for case in trial.launches(direction):
-        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated", "states"}  # fmt: skip
+        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated", "states", "workspace"}  # fmt: skip
         pointers = {p.name for p in parameters(case.problem.direction) if p.kind == "pointer"}
         assert pointers - {*case.tensors} <= optional
         for name in ("x", "B", "C", "out_grad", *(["z"] if setting.gated else [])):
