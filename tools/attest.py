@@ -5,6 +5,11 @@
     python tools/attest.py --family NAME
                                       those of one family alone
     python tools/attest.py --missing  those alone that the GPU's file has no record of; it keeps its records of installed ones
+    python tools/attest.py --report   run every installed binary that this GPU can run, and write one file to send to the project:
+                                      attestation-<gpu>.json in this folder
+    python tools/attest.py --accept FILE
+                                      needs no GPU: put the records of such a file of installed binaries where those of this
+                                      repository are
     python tools/attest.py --check    needs no GPU: compare those files with what is installed
     python tools/attest.py --prune    needs no GPU: drop from those files the records of other binaries
 
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
     from scan_registry.kernels.cases import Trial
 
 ROOT = Path(__file__).parents[1]
+ISSUES = "https://github.com/scan-registry/scan-registry/issues"
 MUST_BE_TESTED = ("sm_90", "compute_80")
 
 
@@ -150,12 +156,14 @@ def attest(family: Family, known: Mapping[str, dict[str, Any]]) -> list[dict[str
     ]
 
 
-def place(family: Family, folder: Path) -> Path:
-    """The file of this GPU."""
-    import torch
+def short_name(gpu: str) -> str:
+    """A GPU's name as files have it: ``h100-80gb-hbm3``."""
+    return re.sub(r"\W+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
 
-    name = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
-    return folder / family.name / "attestations" / f"{name.strip('-')}.json"
+
+def place(family: str, gpu: str, folder: Path) -> Path:
+    """The file of a GPU for a family."""
+    return folder / family / "attestations" / f"{short_name(gpu)}.json"
 
 
 def recorded(path: Path) -> dict[str, dict[str, Any]]:
@@ -164,25 +172,95 @@ def recorded(path: Path) -> dict[str, dict[str, Any]]:
     return {record["sha256"]: record for record in content["binaries"]}
 
 
-def write(family: Family, records: list[dict[str, Any]], path: Path) -> None:
+def circumstances() -> dict[str, str]:
+    """What ran the binaries: nothing else of the machine is written down."""
     import torch
 
     from scan_registry import __version__
-    from scan_registry.diagnostics.accuracy import cases_of
     from scan_registry.hardware import driver
 
-    cases = cases_of(family.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
+    return {
         "gpu": torch.cuda.get_device_name(),
         "driver": ".".join(map(str, driver.version())),
         "torch": torch.__version__,
         "version": __version__,
         "date": date.today().isoformat(),
-        "shapes": [str(shape) for shape in cases.THOROUGH],
-        "binaries": records,
     }
-    write_records(path, content)
+
+
+def shapes(family: str) -> list[str]:
+    """The shapes that are run."""
+    from scan_registry.diagnostics.accuracy import cases_of
+
+    return [str(shape) for shape in cases_of(family).THOROUGH]
+
+
+def write(path: Path, family: str, ran: Mapping[str, str], records: Sequence[Any]) -> None:
+    """A family's file of one GPU."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_records(path, {**ran, "shapes": shapes(family), "binaries": records})
+
+
+def passed(record: Mapping[str, Any]) -> bool:
+    return bool(record["error"] <= record["tolerance"])
+
+
+def tell(family: str, records: Sequence[dict[str, Any]]) -> None:
+    """Print the worst error of each dtype, and how many binaries passed."""
+    for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):
+        worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
+        print(f"{family} {dtype}: worst error {worst:.2e}")
+    tested = sum(map(passed, records))
+    print(f"{family}: {tested} of {len(records)} binaries GPU-tested", flush=True)
+
+
+# --- A GPU of somebody else -------------------------------------------------------------------
+
+
+def report(names: Sequence[str], folder: Path) -> int:
+    """Run the families on this GPU and write one file; 1 if an error exceeds its tolerance."""
+    ran = circumstances()
+    records = []
+    for name in names:
+        own = attest(families()[name], {})
+        tell(name, own)
+        records += own
+    path = folder / f"attestation-{short_name(ran['gpu'])}.json"
+    write_records(path, {**ran, "binaries": records})
+    print(f"{path}: attach this file to an issue at {ISSUES}")
+    return int(not all(map(passed, records)))
+
+
+def accept(path: Path, folder: Path) -> int:
+    """Put a report's records where a family has those of this repository. Left out, and counted, are the records of binaries
+    that are not installed: a digest stands for its bytes, whoever sent it. 1 if none is left."""
+    from scan_registry.diagnostics.accuracy import cases_of
+
+    content = json.loads(path.read_text(encoding="utf-8"))
+    ran = {key: str(content[key]) for key in ("gpu", "driver", "torch", "version", "date")}
+    installed = {binary.sha256: binary for _, binary in catalogue()}
+    of_family: dict[str, list[dict[str, Any]]] = {}
+    for record in content["binaries"]:
+        binary = installed.get(record["sha256"])
+        if binary is not None:
+            variant = binary.variant
+            tolerance = cases_of(variant.family).TOLERANCE[variant.text("dtype")]
+            of_family.setdefault(variant.family, []).append(
+                {
+                    "sha256": binary.sha256,
+                    "variant": str(variant),
+                    "target": str(binary.target),
+                    "error": float(record["error"]),
+                    "tolerance": tolerance,
+                    "cases": int(record["cases"]),
+                }
+            )
+    for family, records in of_family.items():
+        write(place(family, ran["gpu"], folder), family, ran, records)
+        tell(family, records)
+    taken = sum(map(len, of_family.values()))
+    print(f"{taken} of {len(content['binaries'])} records taken; the others are of other binaries")
+    return int(not taken)
 
 
 def main() -> int:
@@ -193,6 +271,10 @@ def main() -> int:
     )
     parser.add_argument(
         "--prune", action="store_true", help="drop the records of binaries that are not installed"
+    )
+    parser.add_argument("--report", action="store_true", help="write one file to send, here")
+    parser.add_argument(
+        "--accept", type=Path, metavar="FILE", help="take what another machine has reported"
     )
     parser.add_argument(
         "--family", choices=families(), action="append", help="may repeat; default: every family"
@@ -205,27 +287,25 @@ def main() -> int:
         return check(args.folder)
     if args.prune:
         return prune(args.folder)
+    if args.accept:
+        return accept(args.accept, args.folder)
 
     import torch
 
     if not torch.cuda.is_available():
         print("attest needs an NVIDIA GPU, and torch sees none", file=sys.stderr)
         return 2
+    names = args.family or list(families())
+    if args.report:
+        return report(names, Path.cwd())
     failed = 0
-    for name in args.family or families():
-        family = families()[name]
-        path = place(family, args.folder)
-        records = attest(family, recorded(path) if args.missing else {})
-        write(family, records, path)
-        bad = [r for r in records if not r["error"] <= r["tolerance"]]
-        failed += len(bad)
-        for dtype in dict.fromkeys(r["variant"].split("dtype=")[1].split(",")[0] for r in records):
-            worst = max(r["error"] for r in records if f"dtype={dtype}," in r["variant"])
-            print(f"{family.name} {dtype}: worst error {worst:.2e}")
-        print(
-            f"{path.name}: {len(records) - len(bad)} of {len(records)} binaries GPU-tested",
-            flush=True,
-        )
+    for name in names:
+        ran = circumstances()
+        path = place(name, ran["gpu"], args.folder)
+        records = attest(families()[name], recorded(path) if args.missing else {})
+        write(path, name, ran, records)
+        tell(name, records)
+        failed += sum(not passed(record) for record in records)
     return 1 if failed else 0
 
 

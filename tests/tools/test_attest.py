@@ -88,3 +88,44 @@ def test_pruning_drops_what_is_not_installed(
 def test_the_worst_of_two_gpus_stands(attest: ModuleType, attested: Callable[..., Path]) -> None:
     attested(gpu="a", error=1e-5)
     assert attest.check(attested(gpu="b")) == 1
+
+
+def test_a_report_is_one_file_that_another_machine_takes(
+    attest: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A GPU is made up: one binary of each family that it runs, and one that the other machine has not."""
+    ran = {"gpu": "NVIDIA GeForce RTX 4090", "driver": "13.0", "torch": "2.11", "version": "0.1.0"}
+    first = {b.variant.family: b for _, b in reversed(list(catalogue()))}
+
+    def attested_by_a_gpu(family: Any, known: Any) -> list[dict[str, Any]]:
+        binary = first[family.name]
+        return [
+            record(binary.sha256, "said:cuda:dtype=float32,a=1", "sm_89", 1e-9),
+            record("f" * 64, "other:cuda:dtype=float32,a=1", "sm_89", 1e-9),
+        ]
+
+    monkeypatch.setattr(attest, "circumstances", lambda: {**ran, "date": "2026-01-01"})
+    monkeypatch.setattr(attest, "attest", attested_by_a_gpu)
+    assert attest.report(list(first), tmp_path) == 0
+    sent = tmp_path / "attestation-geforce-rtx-4090.json"
+    assert f"{sent}: attach this file to an issue" in capsys.readouterr().out
+
+    assert attest.accept(sent, tmp_path) == 0
+    taken = attest.recorded(tmp_path / "linear_scan" / "attestations" / "geforce-rtx-4090.json")
+    binary = first["linear_scan"]
+    assert taken.keys() == {binary.sha256}
+    # What a record says of the binary is this machine's word, not the sender's.
+    assert taken[binary.sha256]["variant"] == str(binary.variant)
+    assert f"{len(first)} of {2 * len(first)} records taken" in capsys.readouterr().out
+
+
+def test_a_report_of_other_binaries_is_not_taken(attest: ModuleType, tmp_path: Path) -> None:
+    sent = tmp_path / "sent.json"
+    ran = dict.fromkeys(("gpu", "driver", "torch", "version", "date"), "x")
+    records = [record("f" * 64, "a:cuda:dtype=float32,b=1", "sm_89", 0)]
+    sent.write_text(json.dumps({**ran, "binaries": records}), encoding="utf-8")
+    assert attest.accept(sent, tmp_path) == 1
+    assert list(tmp_path.rglob("attestations")) == []
