@@ -95,6 +95,18 @@ def shares(group: Group, gpu: str, direction: str | None = None) -> list[float]:
     ]
 
 
+def every_share(runs: Iterable[str], direction: str) -> list[float]:
+    """The roofline's time over the kernel's, for each case of some runs that has a roofline."""
+    return [
+        timing["roofline_ms"] / timing["ms"]
+        for name in runs
+        for timing in document(name)["timings"]
+        if timing["direction"] == direction
+        and timing["who"].startswith("scan-registry")
+        and timing.get("roofline_ms")
+    ]
+
+
 def timings(name: str, **case: Any) -> list[dict[str, Any]]:
     """The timings of a run whose cases have these values, and no options that are not named."""
     return [

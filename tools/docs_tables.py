@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import geometric_mean
 from typing import Any
 
+import docs_reference
 import docs_results as results
 from docs_results import SHORT
 
@@ -93,6 +95,31 @@ def targets() -> str:
         close = sum(not o["met"] and o["target"] - o["ratio"] <= 0.01 for o in outcomes)
         rows.append([results.of_run(f"{gpu}-targets"), f"{met} of {len(outcomes)}", str(close)])
     return table(("run", "targets met", "missed by at most 0.01"), rows)
+
+
+#: Runs whose shapes differ in how they were chosen.
+_CHOICES = {
+    "`linear_scan`, the shapes that it is tuned for": ("h100-targets",),
+    "`linear_scan`, random shapes": ("h200-bench-random-21", "h200-bench-random-23"),
+    "`gated_scan`, three sizes": ("h100-bench-gated",),
+    "`causal_conv1d`, sizes of Mamba models, one misaligned": ("h100-bench-conv",),
+    "`selective_scan`, sizes of Mamba models": ("h100-bench-selective",),
+    "`ssd_scan`, sizes of Mamba-2 models": ("h200-bench-ssd",),
+}
+
+
+def choices() -> str:
+    """The share of the roofline by how the shapes were chosen: the mean, and the least and the largest."""
+    rows = []
+    for what, runs in _CHOICES.items():
+        ways = [sorted(results.every_share(runs, way)) for way in ("forward", "backward")]
+        gpu = runs[0].partition("-")[0].upper()
+        spans = [
+            f"{geometric_mean(way):.2f} ({way[0]:.{2 if way[0] > 0.01 else 3}f} to {way[-1]:.2f})"
+            for way in ways
+        ]
+        rows.append([what, str(len(ways[0])), gpu, *spans])
+    return table(("kernels and shapes", "cases", "GPU", "forward", "backward"), rows)
 
 
 # --- Networks ---------------------------------------------------------------------------------
@@ -245,6 +272,7 @@ def first_calls() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "scans": scans,
     "scans-short": scans_short,
+    "choices": choices,
     "groups": groups,
     "targets": targets,
     "networks": networks,
@@ -259,4 +287,12 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 def with_tables(text: str) -> str:
     """A page with its tables made anew: what stands between ``<!-- made: NAME -->`` and ``<!-- end -->``."""
-    return _MADE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}", text)
+
+    def made(match: re.Match[str]) -> str:
+        if match[2] == "names":  # of the page itself
+            content = table(("name", "what it does"), docs_reference.names(text))
+        else:
+            content = TABLES[match[2]]()
+        return f"{match[1]}\n{content}\n\n{match[3]}"
+
+    return _MADE.sub(made, text)

@@ -32,6 +32,7 @@ def configuration() -> Any:
         """For a file in which nothing but plain values counts here."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    Loader.add_multi_constructor("!relative", lambda *_: None)
     return yaml.load((ROOT / "docs" / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
 
 
@@ -40,7 +41,7 @@ def text_of(page: str) -> str:
 
 
 def test_the_readme_is_short() -> None:
-    assert 120 <= len(README.splitlines()) <= 180
+    assert 120 <= len(README.splitlines()) < 200
 
 
 def test_the_readme_is_right_on_pypi() -> None:
@@ -148,19 +149,29 @@ def test_the_page_on_errors_names_every_exception() -> None:
     assert classes - INTERNAL == named
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    page = text_of("reference/api.md")
+def test_the_api_pages_have_every_public_name_once() -> None:
+    pages = sorted((PAGES / "reference" / "api").glob("*.md"))
+    listed = [
+        name
+        for page in pages
+        for name in re.findall(
+            r"^::: scan_registry\.([\w.]+)$", page.read_text(encoding="utf-8"), re.M
+        )
+    ]
+    assert len(listed) == len(set(listed))
     packages = {"compat", "distributed", "jax", "nn", "ops"}
-    for name in set(scan_registry.__all__) - {"__version__", *packages}:
-        assert f"::: scan_registry.{name}\n" in page, name
-    for name in scan_registry.jax.__all__:
-        assert f"::: scan_registry.jax.{name}\n" in page, name
-    for name in scan_registry.nn.__all__:
-        assert f"::: scan_registry.nn.{name}\n" in page, name
-    for name in scan_registry.distributed.__all__:
-        assert f"::: scan_registry.distributed.{name}\n" in page, name
-    for name in scan_registry.compat.__all__:
-        assert f"::: scan_registry.compat.{name}" in page, name
+    public = set(scan_registry.__all__) - {"__version__", *packages}
+    for package in ("jax", "nn", "distributed"):
+        public |= {f"{package}.{name}" for name in getattr(scan_registry, package).__all__}
+    assert public <= set(listed)
+    for name in scan_registry.compat.__all__:  # of some, the functions of their modules
+        assert any(f"{entry}.".startswith(f"compat.{name}.") for entry in listed), name
+
+
+def test_a_search_finds_what_is_not_supported() -> None:
+    """The site's search goes by the words of a page."""
+    words = set(re.findall(r"\w+", text_of("limits.md").lower()))
+    assert words >= {"windows", "macos", "amd", "rocm", "onnx", "license", "float64", "jax", "tpu"}
 
 
 @pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -57,6 +57,11 @@ def test_pictures_are_whole_and_have_both_palettes(docs: ModuleType) -> None:
             x, y = float(element.attrib["x"]), float(element.attrib["y"])
             assert 0 <= x <= width, (name, element.text)
             assert 0 <= y <= height, (name, element.text)
+            long = 0.5 * float(element.attrib["font-size"]) * len(element.text or "")
+            start = x - long * {"start": 0, "middle": 0.5, "end": 1}[element.attrib["text-anchor"]]
+            assert start >= -10, (name, element.text)
+            assert start + long <= width + 10, (name, element.text)
+        assert width == (360 if "-narrow-" in name else 760)
     palettes = docs.docs_pictures.PALETTES
     assert palettes["light"].paper in files["character-model-light.svg"]
     assert palettes["dark"].paper in files["character-model-dark.svg"]
