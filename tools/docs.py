@@ -35,8 +35,13 @@ is cut, so that `grep` finds rows. What commands print at 80 and 120 columns and
 [verify](output/verify.txt), [selftest](output/selftest.txt), [bench](output/bench.txt), [tune](output/tune.txt) without
 a GPU, [cache](output/cache.txt), [help and mistakes](output/help.txt).
 
-Shells complete commands and options after `pip install 'scan-registry[complete]'` and, in `~/.bashrc`,
-`eval "$(register-python-argcomplete scan-registry)"`.
+bash, zsh and fish complete commands and options with a script that [`completion`](#completion) prints. For bash:
+
+<!-- skip: it writes into the home folder -->
+```shell
+mkdir -p ~/.local/share/bash-completion/completions
+scan-registry completion bash > ~/.local/share/bash-completion/completions/scan-registry
+```
 """
 
 

@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The command line: one module per command.
 
 A command is a module with ``add_parser``, which declares its arguments, and ``run``, which returns
@@ -11,7 +10,6 @@ written one message and status 1.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -48,6 +46,7 @@ COMMANDS: Mapping[str, str] = {
     "bench": "time kernels here, beside installed baselines and the memory's speed",
     "tune": "find the fastest variants on a GPU here, and use them from then on",
     "cache": "what was compiled and tuned here: list, clear, export",
+    "completion": "print a script with which bash, zsh or fish completes commands",
 }
 #: Words in a command's place that stand for an option.
 _SPOKEN: Mapping[str, str] = {
@@ -127,8 +126,6 @@ def _unwritten(reason: str) -> int:
 
 
 def _main(words: Sequence[str]) -> int:
-    if "_ARGCOMPLETE" in os.environ:  # which a shell sets that asks how a line may go on
-        _complete(os.environ.get("COMP_LINE", "").split()[1:])
     words = _as_options(words)
     program = parser(words)
     args = program.parse_args(words)
@@ -157,15 +154,6 @@ def _as_options(words: Sequence[str]) -> Sequence[str]:
     if "help" in first:
         return [*rest, "--help"]
     return ["--version"] if "version" in first else words
-
-
-def _complete(words: Sequence[str]) -> None:
-    """Print how the line may go on, and leave, if ``argcomplete`` is installed."""
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    argcomplete.autocomplete(parser(words))
 
 
 def _caused_by_users() -> tuple[type[Exception], ...]:

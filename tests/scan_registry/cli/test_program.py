@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from counting import calls_of
@@ -129,7 +125,7 @@ print(json.dumps(sorted(sys.modules)))
     result = captured([sys.executable, "-c", script], cwd="/", check=True)
     loaded = set(json.loads(result.stdout.splitlines()[-1]))
     assert not {f"scan_registry.cli.{name}" for name in COMMANDS} & loaded
-    assert not {"rich", "torch", "triton", "numpy", "argcomplete", "importlib.metadata"} & loaded
+    assert not {"rich", "torch", "triton", "numpy", "importlib.metadata"} & loaded
 
 
 def test_help_lists_what_each_command_is_for(capsys: Capture) -> None:
@@ -144,33 +140,3 @@ def test_help_and_a_list_take_little() -> None:
     """Help makes some 22,000 calls of functions, and a list of two archives 560,000, most of them in rich."""
     assert calls_of("--help") < 40_000
     assert calls_of("inspect") < 1_500_000
-
-
-@pytest.mark.skipif(find_spec("argcomplete") is None, reason="argcomplete is not installed")
-@pytest.mark.parametrize(("line", "offered"), [("scan-registry cache e", {"export"})])
-def test_a_shell_completes_words(tmp_path: Path, line: str, offered: set[str]) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "scan_registry"],
-        cwd="/",
-        check=False,
-        stdout=subprocess.DEVNULL,
-        env={
-            **os.environ,
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "offered"),
-            "_ARGCOMPLETE_IFS": "\n",
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-        },
-    )
-    assert result.returncode == 0
-    assert {
-        word.strip() for word in (tmp_path / "offered").read_text(encoding="utf-8").splitlines()
-    } == offered
-
-
-def test_without_argcomplete_nothing_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_ARGCOMPLETE", "1")
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    with pytest.raises(SystemExit, match="0"):
-        main(["--version"])
