@@ -13,6 +13,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
+import by_path
 import pytest
 from processes import captured
 
@@ -24,6 +25,8 @@ from scan_registry.runtime import jit
 
 ROOT = Path(__file__).parents[2]
 DEVELOPERS = ROOT / "docs" / "pages" / "developers"
+#: The family of the page, which shows these files.
+TEMPLATE = ROOT / "tools" / "family"
 FAMILY = (DEVELOPERS / "family.md").read_text(encoding="utf-8")
 ARCHITECTURE = (DEVELOPERS / "architecture.md").read_text(encoding="utf-8")
 
@@ -77,13 +80,6 @@ print(json.dumps(said))
 """
 
 
-def block(name: str) -> str:
-    """The page's text of a file: the fenced block below its name."""
-    match = re.search(rf"`{re.escape(name)}`[^`]*:\n[^`]*\n```\w+\n(.*?)```\n", FAMILY, re.DOTALL)
-    assert match is not None, f"family.md has no {name}"
-    return match[1]
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The package as it is installed, without archives, in a folder that is first on the path."""
@@ -107,12 +103,12 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def with_family(copy: Path) -> Path:
-    """The copy with the page's family in a folder of its own, and nothing else changed."""
+    """The copy with the spec and the kernel of the page's family in a folder of its own, and nothing else changed."""
     folder = copy / "scan_registry" / "kernels" / "scale"
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name in ("spec.py", "scale.cu"):
-        (folder / name).write_text(block(f"kernels/scale/{name}"), encoding="utf-8")
+        shutil.copyfile(TEMPLATE / name, folder / name)
     return copy
 
 
@@ -174,6 +170,19 @@ def test_commands_know_a_family_that_is_only_a_folder(with_family: Path) -> None
     assert (command, status) == ("inspect", 0)
 
 
+def test_a_new_family_passes_its_tests(copy: Path) -> None:
+    """All that tools/new_family.py writes, under a name of two words."""
+    kernels, tests = copy / "scan_registry" / "kernels", copy / "tests"
+    files = by_path.load_tool("new_family").family_files("twice_or_more", kernels, tests)
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    options = ("-q", "-p", "no:cacheprovider", "-m", "not gpu")
+    said = run(copy, "-m", "pytest", *options, str(tests)).stdout
+    assert re.search(r"\d+ passed", said)
+    assert "failed" not in said
+
+
 @needs_nvrtc
 @pytest.mark.gpu
 def test_a_family_computes(with_family: Path) -> None:
@@ -199,7 +208,7 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "__init__.py").touch()
     for name in ("spec.py", "scale.cu"):
-        (folder / name).write_text(block(f"kernels/scale/{name}"), encoding="utf-8")
+        shutil.copyfile(TEMPLATE / name, folder / name)
     project = tree / "pyproject.toml"
     text = project.read_text(encoding="utf-8")
     assert '"-O3"' in text

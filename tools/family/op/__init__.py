@@ -1,0 +1,1 @@
+"""The public function, and what commands know of it."""

@@ -1,0 +1,88 @@
+"""The benchmark of ``scale``: cases, and the bytes that they move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from scan_registry.dispatch.select import Backend
+from scan_registry.ops.benchmark import Benchmark, Call
+
+if TYPE_CHECKING:
+    import torch
+
+USUAL = ("vector:1000000:float32", "vector:100000000:float32")
+ON_CPU = ("vector:1000000:float32",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product to time: ``vector:1000:float32``."""
+
+    family: ClassVar[str] = "scale"
+    options: ClassVar[str] = ""
+
+    size: int
+    dtype: str
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """``ValueError`` for anything that is no case."""
+        word, _, rest = text.partition(":")
+        size, _, dtype = rest.partition(":")
+        if (word, dtype) != ("vector", "float32") or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"the case is {text!r}; expected vector:size:float32")
+        return cls(int(size), dtype)
+
+    def __str__(self) -> str:
+        return f"{self.group}:{self.size}:{self.dtype}"
+
+    @property
+    def time(self) -> int:
+        return self.size
+
+    @property
+    def sizes(self) -> str:
+        return str(self.size)
+
+    @property
+    def group(self) -> str:
+        return "vector"
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        return self.group, self.sizes, self.dtype
+
+    def moves(self, direction: str) -> tuple[int, int]:
+        """How many tensors a pass reads and writes."""
+        return 1, 1
+
+    def traffic(self, direction: str) -> int:
+        """The bytes of these."""
+        return 8 * self.size
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, "dtype": self.dtype}
+
+
+class ScaleBenchmark(Benchmark):
+    """Vectors, forward."""
+
+    case_type, usual = Case, (USUAL, ON_CPU)
+    subject = "products"
+    description = "Times products of a vector and a number."
+    case_help = "vector:size:float32; may repeat"
+    columns = ("what", "size", "dtype")
+    passes = ("forward",)
+    backends = (("cuda",), ("auto",))
+
+    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+        import torch
+
+        from scan_registry.kernels.scale.op.function import scale
+
+        x = torch.rand(case.size, device=device)
+        return lambda: scale(x, backend=backend)
+
+
+BENCHMARK = ScaleBenchmark()
