@@ -288,11 +288,11 @@ TABLES: Mapping[str, Callable[[], str]] = {
 def with_tables(text: str) -> str:
     """A page with its tables made anew: what stands between ``<!-- made: NAME -->`` and ``<!-- end -->``."""
 
-    def made(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         if match[2] == "names":  # of the page itself
             content = table(("name", "what it does"), docs_reference.names(text))
         else:
             content = TABLES[match[2]]()
         return f"{match[1]}\n{content}\n\n{match[3]}"
 
-    return _MADE.sub(made, text)
+    return _MADE.sub(replacement, text)
