@@ -33,7 +33,8 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
     """One variant for all of its architectures, which have part of the work in common."""
     cache = Cache(cache_folder, "SCAN_REGISTRY_BUILD_CACHE") if cache_folder else None
     outcomes, shared = dict[Job, Outcome](), Shared()
-    for job in sorted(jobs, key=lambda job: (job.arch.is_ptx, job.arch)):
+    # The PTX of an old architecture gives machine code of later ones, and its own machine code gives the PTX.
+    for job in sorted(jobs, key=lambda job: (job.arch.capability, job.arch.is_ptx, job.arch)):
         try:
             binary, content = compile_variant(job.variant, job.arch, cache, shared)
             refuse_spill(binary)

@@ -77,7 +77,7 @@ def compile_variant(
     """Compile ``variant`` for ``target``, or take it from ``cache``.
 
     Calls for several targets of the same variant are faster with the same ``shared``, a dictionary
-    that is empty at first, and fastest in the order of capabilities, with PTX after machine code.
+    that is empty at first, and fastest in the order of capabilities, with PTX after machine code of the same one.
     ``CompileError`` names the variant and holds the compiler's log; a cubin of another architecture
     is one, too.
     """

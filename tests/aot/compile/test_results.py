@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,15 +186,18 @@ def test_an_answer_that_is_the_same_is_none(toy: Toy, programs: list[str]) -> No
     assert programs == ["sm_80", "sm_90"]
 
 
+@pytest.mark.parametrize(
+    ("labels", "compiled"),
+    [("ptx80 sm90 sm86 sm80", "sm_80"), ("sm90 ptx80", "compute_80"), ("sm90", "sm_90")],
+)
 def test_a_build_begins_with_what_others_share(
-    tmp_path: Path, programs: list[str], monkeypatch: pytest.MonkeyPatch
+    labels: str, compiled: str, programs: list[str]
 ) -> None:
     """In whichever order architectures are named."""
-    archs = [Target.parse(arch) for arch in ("ptx80", "sm90", "sm86", "sm80")]
-    jobs = [Job(CUDA, arch) for arch in archs]
-    created = build._compile(jobs, None)
+    archs = [Target.parse(arch) for arch in labels.split()]
+    created = build._compile([Job(CUDA, arch) for arch in archs], None)
     assert {job.arch for job in created} == {*archs}
-    assert programs == ["sm_80"]
+    assert programs == [compiled]
 
 
 # --- Failures ---------------------------------------------------------------------------------
