@@ -88,6 +88,11 @@ class Environment:
     def pip(self, *words: str | Path) -> list[str | Path]:
         return [self.python, "-m", "pip", *words]
 
+    def install(self, *words: str | Path) -> list[str | Path]:
+        """The command that installs packages. Python compiles the modules that it imports, which are few of torch's and jax's:
+        compiling all would take pip as long again."""
+        return self.pip("install", "-q", "--no-compile", *words)
+
     @property
     def stamp(self) -> Path:
         return self.folder / "made-for"

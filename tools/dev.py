@@ -66,12 +66,22 @@ TESTED = "sm90,ptx80"
 # --- The wheel --------------------------------------------------------------------------------
 
 
+def for_tests() -> list[str]:
+    """What the package's extra `test` asks for. Python 3.10 cannot read that; there, it is installed with the wheel."""
+    if sys.version_info < (3, 11):
+        return []
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return list(project["optional-dependencies"]["test"])
+
+
 def install_tools(environment: Environment) -> None:
-    """Torch and the linters at their pinned versions, and what builds the site and checks a release."""
+    """Torch and the linters at their pinned versions, what builds the site and checks a release, and what tests need."""
     lists = [
         word for path in (CONSTRAINTS, REQUIREMENTS, SITE_REQUIREMENTS) for word in ("-r", path)
     ]
-    require("install torch and the tools", environment.pip("install", "-q", *lists))
+    require("install torch and the tools", environment.install(*lists, *for_tests()))
 
 
 def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
@@ -81,7 +91,7 @@ def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
     The constraints hold for this environment only; the build's own has its pins in the backend.
     """
     pinned = ("--constraint", CONSTRAINTS)
-    require("install torch", environment.pip("install", "-q", *pinned, "torch"))
+    require("install torch", environment.install(*pinned, "torch"))
     remove = environment.pip("uninstall", "-q", "-y", DISTRIBUTION)
     require("remove the last build", remove)
     # pip leaves files in the package's folder that it did not install; the tests would use them.
@@ -229,7 +239,7 @@ def site() -> int:
     """The documentation alone, in an environment of its own."""
     check_machine()
     environment = make_environment(WORK / "site", fresh=False)
-    command = environment.pip("install", "-q", "-r", SITE_REQUIREMENTS)
+    command = environment.install("-r", SITE_REQUIREMENTS)
     require("install what builds the site", command)
     return build_site(environment)
 
