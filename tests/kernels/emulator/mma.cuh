@@ -12,13 +12,17 @@ template <class Take>
 void emulated_mma(float (&acc)[4], EmulatedWords own, Take take) {
     const int lane = emulated_lane();
     emulator::meet(own, [&](const EmulatedWords* lanes) {
-        for (int i = 0; i < 4; i++)
-            for (int k = 0; k < 4; k++) {
-                const uint4 a = lanes[lane / 4 * 4 + k].a;
-                const uint2 b = lanes[(lane % 4 * 2 + i % 2) * 4 + k].b;
-                take(acc[i], i < 2 ? a.x : a.y, b.x);
-                take(acc[i], i < 2 ? a.z : a.w, b.y);
+        const EmulatedWords *const rows = lanes + lane / 4 * 4, *const columns = lanes + lane % 4 * 8;
+        for (int k = 0; k < 4; k++) {
+            const uint4 a = rows[k].a;
+            for (int i = 0; i < 2; i++) {
+                const uint2 b = columns[4 * i + k].b;
+                take(acc[i], a.x, b.x);
+                take(acc[i], a.z, b.y);
+                take(acc[2 + i], a.y, b.x);
+                take(acc[2 + i], a.w, b.y);
             }
+        }
     });
 }
 inline void mma_bfloat16(float (&acc)[4], uint4 a, uint2 b) {
