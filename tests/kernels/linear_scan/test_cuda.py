@@ -36,12 +36,17 @@ MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
 
 
 def ways(variant: Variant) -> set[object]:
-    """What of a variant is to be tried: its dtypes with its access and which parameters there are, and each one's value."""
+    """What of a variant is to be tried: which parameters there are with its access, and each one's value, in both directions;
+    its dtypes in both, and with those parameters in one of the two, which have most of their code in common."""
     statics = dict(variant.statics)
     sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
-    kind = variant.kernel, statics.get("access"), *statics
+    layout, _, _ = variant.kernel.rpartition("_")
+    kind = statics.get("access"), *statics
+    dtypes = statics["dtype"], statics.get("gates")
     return {
-        (*kind, statics["dtype"], statics.get("gates")),
+        (variant.kernel, *kind),
+        (variant.kernel, *dtypes),
+        (layout, *kind, *dtypes),
         (variant.kernel, "stages", min(int(statics.get("stages", 0)), 3)),
         *((variant.kernel, *each) for each in sizes.items()),
     }
