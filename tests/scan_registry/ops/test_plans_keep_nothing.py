@@ -16,6 +16,13 @@ import scan_registry as sr
 B, D, T, N = 2, 4, 6, 3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_objects_are_looked_through() -> None:
+    """What earlier tests have left stays, and would be looked through again for each call: a second's work in a whole run."""
+    gc.collect()
+    gc.freeze()
+
+
 def some(device: str, *shape: int) -> Tensor:
     return torch.rand(shape, device=device, requires_grad=True)
 
