@@ -241,7 +241,8 @@ def build_wheel(
         subprocess.Popen(
             list(map(str, command)),
             cwd=work,
-            env={**os.environ, **(variables or {})},
+            # Of the packages that only the build needs, Python compiles the modules that it imports.
+            env={**os.environ, "PIP_COMPILE": "0", **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
