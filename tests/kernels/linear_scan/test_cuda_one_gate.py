@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from in_turn import in_turn
 from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
@@ -25,10 +26,14 @@ ONE_GATE = (
 
 
 @pytest.mark.parametrize(
-    "tile", [{"lanes": 4}, {"lanes": 16, "pieces": 2}, {"prefix_lead": 2}], ids=str
+    ("dtype", "access", "tile"),
+    in_turn(
+        ["bfloat16", "float32"],
+        ["aligned", "misaligned"],
+        [{"lanes": 4}, {"lanes": 16, "pieces": 2}, {"prefix_lead": 2}],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("access", ["aligned", "misaligned"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
     dtype: str, access: str, tile: dict[str, int], cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_selective_scan import Play, player
+from in_turn import in_turn
 from planning import forget_plans
 from torch import Tensor
 
@@ -99,12 +100,13 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("quickly", [True, False], ids=["fast", "general"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("dtype", "name", "quickly"), in_turn([*TOLERANCE], [*FORMS], [True, False]), ids=str
+)
 def test_matches_plain_torch(
     play: Play, name: str, dtype: torch.dtype, quickly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the fast plan and by the general one."""
     form = dict(FORMS[name])
     parts, plain, one = form.pop("parts", 1), form.pop("plain", False), form.pop("one", False)
     tensors: list[Any] = drawn(dtype, **form)
@@ -214,17 +216,22 @@ def composed_back(adjoints: plans.Adjoints, A: Tensor, after: Tensor) -> Tensor:
     return after
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("layout", ["time_last", "channel_last"])
 @pytest.mark.parametrize(
-    ("parts", "time", "one"), [(1, 70, False), (3, 96, True), (4, 129, False), (2, 7, True)]
+    ("dtype", "layout", "sizes"),
+    in_turn(
+        [*TOLERANCE],
+        ["time_last", "channel_last"],
+        [(1, 70, False), (3, 96, True), (4, 129, False), (2, 7, True)],
+    ),
+    ids=str,
 )
 def test_adjoints_of_all_parts(
-    play: Play, dtype: torch.dtype, layout: str, parts: int, time: int, one: bool
+    play: Play, dtype: torch.dtype, layout: str, sizes: tuple[int, int, bool]
 ) -> None:
     """They say what the gradient of the state before all steps is, for any gradient of the state after them. The backward pass
     that is handed them does not compute them again."""
     torch.manual_seed(4)
+    parts, time, one = sizes  # whether all channels share one B
     batch, channels, states = 2, 16, 5
     sequences = [torch.randn(batch, channels, time).to(dtype) for _ in range(4)]
     if layout == "channel_last":
