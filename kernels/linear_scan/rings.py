@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from scan_registry.kernels.linear_scan import unaligned
 from scan_registry.kernels.linear_scan.problem import Direction
-from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, UNALIGNED, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE
 
 #: Bytes of shared memory that all CTAs of an SM may have together.
@@ -190,6 +191,8 @@ def resident(
 def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a CTA's ring."""
     inputs = 2 if direction == "forward" else 3
+    if access == UNALIGNED:
+        return unaligned.shared(direction, tile)
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:
         pieces = inputs * 32 * int(tile["pieces"])

@@ -33,6 +33,8 @@ ACCESSES = ("aligned", "generic")
 VARLEN = "varlen"
 #: Rows that start or end off a 16-byte boundary, at the same offset to it in all tensors.
 MISALIGNED = "misaligned"
+#: Rows of contiguous channels that start anywhere, in each tensor at an offset of its own.
+UNALIGNED = "unaligned"
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
@@ -52,13 +54,13 @@ COLUMN_WEIGHTS = {"channels": 0.1, "time": 0.125}
 def scans(
     tiles: Tiles, accesses: Sequence[str] = ACCESSES, mixed: Sequence[Tile] | None = None
 ) -> Space:
-    """Variants of a forward or backward kernel, for every kind; mixed dtypes, and dtypes of 8 bytes in misaligned
-    rows, have generic access alone. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
+    """Variants of a forward or backward kernel, for every kind; mixed dtypes, and dtypes of 8 bytes in misaligned or
+    unaligned rows, have generic access alone. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
     kinds = [
         *(
             (dtype, dtype, access)
             for dtype, access in product(DTYPES, accesses)
-            if access != MISALIGNED or ITEM_SIZE[dtype] < 8
+            if access not in (MISALIGNED, UNALIGNED) or ITEM_SIZE[dtype] < 8
         ),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]
