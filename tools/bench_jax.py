@@ -215,6 +215,7 @@ def speed() -> list[dict[str, Any]]:
             row["ratio"] = row["torch"] / row["ours"]
             row["ratio, with backward"] = row["torch, with backward"] / row["ours, with backward"]
         rows.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
     return rows
 
 
@@ -247,10 +248,12 @@ def _torch_row(shape: tuple[int, ...], dim: int, dtype: str) -> dict[str, float]
     return row
 
 
-def _milliseconds(call: Callable[[], Any], wait: Callable[[Any], Any], runs: int = 30) -> float:
-    """The least mean of five times ``runs`` calls that follow one another on the GPU."""
+def _milliseconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> float:
+    """The least mean of five rounds of calls that follow one another on the GPU: as many as take a tenth of a second, 30 at most."""
     wait(call())
+    started = time.perf_counter()
     wait(call())
+    runs = max(1, min(30, int(0.1 / (time.perf_counter() - started))))
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()

@@ -137,8 +137,8 @@ def network(who: str, run: str = "h100-bench-rnn", **wanted: Any) -> dict[str, f
 
 # --- Models of transformers -------------------------------------------------------------------
 
-#: The run of ``examples/transformers_models.py mamba2``.
-MAMBA2 = "h200-transformers-mamba2"
+#: The runs of ``examples/transformers_models.py mamba2`` and ``nemotron_h``.
+MAMBA2, NEMOTRON_H = "h200-transformers-mamba2", "h200-transformers-nemotron-h"
 #: How pictures call its paths.
 PATHS = {
     "its own": "transformers' own",
@@ -147,16 +147,16 @@ PATHS = {
 }
 
 
-def of_model(what: str) -> dict[str, float]:
+def of_model(what: str, run: str = MAMBA2) -> dict[str, float]:
     """Milliseconds by path."""
-    runs = document(MAMBA2)["runs"]
+    runs = document(run)["runs"]
     times = {run["path"]: run["ms"] for run in runs if run["what"] == what}
     return {path: times[path] for path in PATHS}
 
 
-def convolution_is_ours() -> bool:
+def convolution_is_ours(run: str = MAMBA2) -> bool:
     """Whether mamba_ssm's kernels ran beside this package's convolution."""
-    return "scan.registry" in document(MAMBA2)["causal_conv1d"]
+    return "scan.registry" in document(run)["causal_conv1d"]
 
 
 def milliseconds(value: float) -> str:

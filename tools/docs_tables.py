@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
@@ -211,17 +212,17 @@ def cold_start() -> str:
 # --- GPUs -------------------------------------------------------------------------------------
 
 
-def mamba2() -> str:
-    """transformers' Mamba2 on each path."""
-    record = results.document(results.MAMBA2)
+def transformers_model(run: str) -> str:
+    """A model of transformers on each path."""
+    record = results.document(run)
     mamba_ssm = f"mamba_ssm {record['mamba_ssm']}, ms"
-    if results.convolution_is_ours():
+    if results.convolution_is_ours(run):
         mamba_ssm = f"mamba_ssm {record['mamba_ssm']} with scan-registry's convolution, ms"
     rows = []
     for what in dict.fromkeys(run["what"] for run in record["runs"]):
-        rows.append([what, *map(results.milliseconds, results.of_model(what).values())])
+        rows.append([what, *map(results.milliseconds, results.of_model(what, run).values())])
     head = ("", "its own path, ms", mamba_ssm, "stand-ins, ms")
-    where = f"Measured: {results.of_run(results.MAMBA2)}, transformers {record['transformers']}."
+    where = f"Measured: {results.of_run(run)}, transformers {record['transformers']}."
     return f"{table(head, rows)}\n\n{where}"
 
 
@@ -281,7 +282,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "gpus": gpus,
     "first-calls": first_calls,
     "cold-start": cold_start,
-    "mamba2": mamba2,
+    "mamba2": partial(transformers_model, results.MAMBA2),
+    "nemotron_h": partial(transformers_model, results.NEMOTRON_H),
 }
 
 

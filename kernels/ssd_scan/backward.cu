@@ -82,9 +82,8 @@ struct Backward : BackwardChunk {
             wait_for_copies<STAGES == 1 ? 0 : STAGES - 2>();
             meet();
             if constexpr (!FIRST) load_x_grad(head(i));
-            const int next_stage = stage ? stage - 1 : STAGES - 1;
-            if constexpr (STAGES > 1 && !FIRST) load(i + STAGES - 1, next_stage);
-            if constexpr (FIRST) work(head(i), tiles_of(stage), i + STAGES - 1, next_stage);
+            if constexpr (STAGES > 1) load(i + STAGES - 1, stage ? stage - 1 : STAGES - 1);
+            if constexpr (FIRST) work(head(i), tiles_of(stage));
             else work_again(head(i), tiles_of(stage));
             if (i && warp == i % WARPS) finish<FIRST>(head(i - 1));
             stage = stage + 1 == STAGES ? 0 : stage + 1;
@@ -100,8 +99,8 @@ struct Backward : BackwardChunk {
         return x + __shfl_xor_sync(FULL_WARP, x, 2);
     }
 
-    // A head tile, in the first pass; starts the copies of head tile `next`, if there are several stages.
-    __device__ void work(const Head& of, const Tiles& from, int next, int next_stage) {
+    // A head tile, in the first pass.
+    __device__ void work(const Head& of, const Tiles& from) {
         const int first = PART * side, column = WARP_STATES * side;  // the warp's channels and states
         float products[PART_TILES][4], y[PART_TILES][4], u[PART_TILES][4], of_states[STATE_TILES][4];
         begin_products();
@@ -124,8 +123,7 @@ struct Backward : BackwardChunk {
         scale_rows(u, after);
         dot(u, from.x, dt, of.terms.end[side]);
 
-        meet();  // the square is there; before copies start, for which it would wait
-        if constexpr (STAGES > 1) load(next, next_stage);
+        meet();  // the square is there
         begin_products();
         multiply<CHUNK, true>(u, across_k(square), across_k(from.grad, first));
         multiply<SIZE, false>(of_states, along_k(from.x), across_k(from.adjoints, column));
