@@ -63,7 +63,5 @@ class Stretches:
         ):
             torch.addcmul(addition, gate, own, out=following)
         after = torch.empty_like(before)
-        forward(
-            {**pointers, "cu_seqlens": bounds, "initial_state": before, "final_state": after}
-        )
+        forward({**pointers, "cu_seqlens": bounds, "initial_state": before, "final_state": after})
         return after[:, -1]

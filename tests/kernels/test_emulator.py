@@ -1,0 +1,48 @@
+"""The emulator of a GPU finds faults in a kernel's barriers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+#: Two warps, of which the first says `times` times at barrier 1 that it has arrived. Then the second waits.
+KERNEL = """
+#include "../common/barrier.cuh"
+
+extern "C" __global__ void arrive(long long times) {
+    if (threadIdx.x < 32)
+        for (int i = 0; i < times; i++) arrive_at<64>(1);
+    else meet_at<64>(1);
+}
+"""
+LAUNCH = """
+import ctypes, importlib.util, sys
+spec = importlib.util.spec_from_file_location("cuda_emulator", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+sys.modules["cuda_emulator"] = module
+spec.loader.exec_module(module)
+times = ctypes.c_int64(int(sys.argv[3]))
+pointers = (ctypes.c_void_p * 1)(ctypes.addressof(times))
+from pathlib import Path
+module.emulate(Path(sys.argv[2]), pointers, (1, 1, 1), threads=64)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_thread_comes_to_a_barrier_once_before_it_opens(
+    cuda_emulator: ModuleType, tmp_path: Path, times: int
+) -> None:
+    texts = {"arrive.cu": KERNEL, "../common/barrier.cuh": ""}
+    library = cuda_emulator.library_of("arrive.cu", "arrive", texts, {}, tmp_path)
+    words = [sys.executable, "-c", LAUNCH, cuda_emulator.__file__, library, str(times)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths}
+    )
+    fault = "a thread comes to a barrier twice before it opens" in done.stderr
+    assert (done.returncode == 0, fault) == (times == 1, times == 2), done.stderr
