@@ -111,7 +111,7 @@ struct Forward {
             running.load_lefts(lefts, x_tile(i, own), steps.weights[i % CHUNKS], row);
             arrive_at<HANDED>(X_READ + i % 2);
             running.start_add(lefts, B_tile(i), steps.decays[i % CHUNKS]);
-            if (i % 4 == 1) compute_steps(i + 3);  // in place of those of chunks i - 5 to i - 2
+            if (i % 4 == 2) compute_steps(i + 2);  // in place of those of chunks i - 6 to i - 3, whose outputs are computed
             running.finish_add();
         }
         if (args.final_state)

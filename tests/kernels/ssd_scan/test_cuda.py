@@ -65,3 +65,23 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
                 assert max(errors.values()) <= cases.TOLERANCE[dtype], f"{trial} {errors}"
                 checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("states", [64, 256])
+def test_many_chunks_go_through_few_tiles(
+    states: int, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Where outputs have warpgroups that take turns, and shared memory has tiles of three chunks or four and steps of eight."""
+    kernel = FAMILY.kernel("forward", "cuda")
+    (variant,) = (
+        v
+        for v in FAMILY.variants()
+        if (v.kernel, v.text("dtype")) == ("forward", "bfloat16")
+        and (v.number("outputs"), v.number("states")) == (2, states)
+    )
+    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    torch.manual_seed(0)
+    trial = cases.draw((1, 1000, 2, 8, 16), cases.SETTINGS[0], "bfloat16", "cpu")
+    for seed, case in enumerate(trial.launches("forward")):
+        library.run(case.problem, case.tensors, seed=seed)
+        assert max(case.errors().values()) <= cases.TOLERANCE["bfloat16"]
