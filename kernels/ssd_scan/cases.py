@@ -60,10 +60,10 @@ class Setting(Options):
 SETTINGS = (
     Setting(),
     Setting(skips=False, starts=True, narrow_dt=True),
-    Setting(softplus=False, groups=2, starts=True, limited=True, wide_D=True),
-    Setting(packed=True, starts=True, gated=True),
-    Setting(indexed=True, starts=True, groups=2, wide_D=True, gated=True),
-    Setting(skips=False, packed=True, indexed=True, limited=True, narrow_dt=True, gated=True),
+    Setting(softplus=False, groups=2, starts=True, limited=True, indexed=True),
+    Setting(packed=True, starts=True),
+    Setting(starts=True, groups=2, wide_D=True, gated=True, narrow_dt=True),
+    Setting(skips=False, packed=True, indexed=True, limited=True, gated=True),
 )
 
 #: Of a quick check and of an attestation.

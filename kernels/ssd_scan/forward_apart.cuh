@@ -102,11 +102,11 @@ struct Forward {
         meet_at<STATE_THREADS>(STATES_MEET);
 #pragma unroll 1
         for (int i = 0; i < chunks; i++) {
+            wait_for_x_and_B(i);
             if (i) meet_at<HANDED>(READ + (i - 1) % 2);
             running.keep(kept(own), row);
             show_tensor_cores();
             arrive_at<HANDED>(READY + i % 2);
-            wait_for_x_and_B(i);
             Fragment lefts[CHUNK / 16];
             running.load_lefts(lefts, x_tile(i, own), steps.weights[i % CHUNKS], row);
             arrive_at<HANDED>(X_READ + i % 2);
@@ -212,6 +212,7 @@ struct Forward {
                 for (int i = 0; i < STAGES + 2; i++) init_copy_barrier(copied + 8 * i);
                 show_copy_barriers();
             }
+            show_tensor_cores();  // maps went through memory of tiles
         }
         __syncthreads();
         if (threadIdx.x % 128 == 0)

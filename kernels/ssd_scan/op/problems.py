@@ -25,8 +25,10 @@ from scan_registry.kernels.ssd_scan.problem import (
     SSDScanProblem,
 )
 
-#: Tiles of heads in a forward pass that an SM has at once, and steps of the least stretch that time is cut into.
-_TILES_AT_ONCE, LEAST_STRETCH = 2, 1024
+#: Steps of the least stretch that time is cut into.
+LEAST_STRETCH = 1024
+#: States of a head of which an SM has two at once in a forward pass, in 16 bits; with more states, and in float32, it has one.
+_FEW_STATES = 128
 #: Tensors whose rows kernels move by 16 bytes, and which are copied where these do not lie so.
 _WHOLE = ("x", "B", "C", "z", "out_grad")
 
@@ -122,7 +124,8 @@ def stretches(arguments: Arguments) -> int:
         return 1
     sms = device(x.device.index).sm_count if x.is_cuda else calls.USUAL_SMS
     tiles = batch * heads * -(-size // SIZE)
-    return max(1, min(_TILES_AT_ONCE * sms // tiles, time // LEAST_STRETCH))
+    two = x.dtype != torch.float32 and arguments.B.shape[3] <= _FEW_STATES
+    return max(1, min((2 if two else 1) * sms // tiles, time // LEAST_STRETCH))
 
 
 def describe(arguments: Arguments, options: Options, differentiated: bool) -> dict[str, KernelCall]:

@@ -226,6 +226,7 @@ void arrive_at(int barrier, int count) {
     Block& b = *Block::current();
     b.come(b.numbered[barrier]);
     b.arrive(b.numbered[barrier], count);
+    b.turn();  // others may come first to what follows
 }
 // The last thread of a block that comes waits for the other blocks.
 void meet_in_cluster() {
