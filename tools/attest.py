@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -226,40 +227,48 @@ def report(names: Sequence[str], folder: Path) -> int:
         tell(name, own)
         records += own
     path = folder / f"attestation-{short_name(ran['gpu'])}.json"
-    write_records(path, {**ran, "binaries": records})
+    shapes_of = {name: shapes(name) for name in names}
+    write_records(path, {**ran, "shapes": shapes_of, "binaries": records})
     print(f"{path}: attach this file to an issue at {ISSUES}")
     return int(not all(map(passed, records)))
 
 
 def accept(path: Path, folder: Path) -> int:
-    """Put a report's records where a family has those of this repository. Left out, and counted, are the records of binaries
-    that are not installed: a digest stands for its bytes, whoever sent it. 1 if none is left."""
+    """Put a report's records beside those that a family has of this GPU. Left out, and counted, are the records of binaries that are
+    not installed (a digest stands for its bytes, whoever sent it), of other shapes than this package's, and of no case. 1 if none
+    is left, 2 if the file is no report."""
     from scan_registry.diagnostics.accuracy import cases_of
 
-    content = json.loads(path.read_text(encoding="utf-8"))
-    ran = {key: str(content[key]) for key in ("gpu", "driver", "torch", "version", "date")}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ran = {key: str(content[key]) for key in ("gpu", "driver", "torch", "version", "date")}
+        shapes_of = dict(content["shapes"])
+        sent = [(r["sha256"], float(r["error"]), int(r["cases"])) for r in content["binaries"]]
+    except (KeyError, TypeError, ValueError) as fault:
+        print(f"error: {path} is not what --report writes: {fault!r}", file=sys.stderr)
+        return 2
     installed = {binary.sha256: binary for _, binary in catalogue()}
-    of_family: dict[str, list[dict[str, Any]]] = {}
-    for record in content["binaries"]:
-        binary = installed.get(record["sha256"])
-        if binary is not None:
-            variant = binary.variant
-            tolerance = cases_of(variant.family).TOLERANCE[variant.text("dtype")]
-            of_family.setdefault(variant.family, []).append(
-                {
-                    "sha256": binary.sha256,
-                    "variant": str(variant),
-                    "target": str(binary.target),
-                    "error": float(record["error"]),
-                    "tolerance": tolerance,
-                    "cases": int(record["cases"]),
-                }
-            )
+    of_family: dict[str, dict[str, dict[str, Any]]] = {}
+    for digest, error, count in sent:
+        binary = installed.get(digest)
+        if binary is None or not (0 <= error < math.inf and count > 0):
+            continue
+        variant = binary.variant
+        if shapes_of.get(variant.family) == shapes(variant.family):
+            of_family.setdefault(variant.family, {})[digest] = {
+                "sha256": digest,
+                "variant": str(variant),
+                "target": str(binary.target),
+                "error": error,
+                "tolerance": cases_of(variant.family).TOLERANCE[variant.text("dtype")],
+                "cases": count,
+            }
     for family, records in of_family.items():
-        write(place(family, ran["gpu"], folder), family, ran, records)
-        tell(family, records)
+        file = place(family, ran["gpu"], folder)
+        write(file, family, ran, [*(recorded(file) | records).values()])
+        tell(family, [*records.values()])
     taken = sum(map(len, of_family.values()))
-    print(f"{taken} of {len(content['binaries'])} records taken; the others are of other binaries")
+    print(f"{taken} of {len(sent)} records taken; the others are of other binaries or other cases")
     return int(not taken)
 
 

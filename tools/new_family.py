@@ -12,6 +12,7 @@ Neither writes over a file that is there. After it, install the package anew, an
 from __future__ import annotations
 
 import argparse
+import builtins
 import keyword
 import re
 import sys
@@ -114,10 +115,23 @@ def write(files: dict[Path, str], changed: dict[Path, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def check(name: str) -> None:
-    """Refuse what is no name of a module and of a function."""
+#: What the template's files already call something else.
+USED = {"describe", "kernel", "launch", "problem", "reference", "cases", "spec", "op", "function"}
+#: What C++ and CUDA call something else: types, and words that Python does not have.
+OF_CUDA = set(
+    "auto bool case catch char const default delete do double enum explicit extern float goto half inline int long mutable new "
+    "operator private protected public register short signed sizeof static struct switch template this throw typedef typename "
+    "union unsigned using virtual void volatile".split()
+)
+
+
+def check(name: str, root: Path) -> None:
+    """Refuse what is no name of a module and of a function, or names something already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise Refused(f"{name!r} is no name of a Python module in small letters")
+    kernels = root / "kernels"
+    if name in USED | OF_CUDA | set(dir(builtins)) or any(path.stem == name for path in kernels.glob("*")):
+        raise Refused(f"{name!r} already names something in kernels, Python, C++ or CUDA")
 
 
 def main() -> int:
@@ -127,7 +141,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the working copy")
     args = parser.parse_args()
     try:
-        check(args.name)
+        check(args.name, args.root)
         written = (new_gate if args.gate else new_family)(args.name, args.root)
     except Refused as reason:
         print(f"error: {reason}", file=sys.stderr)

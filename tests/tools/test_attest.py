@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -122,10 +123,46 @@ def test_a_report_is_one_file_that_another_machine_takes(
     assert f"{len(first)} of {2 * len(first)} records taken" in capsys.readouterr().out
 
 
+def report_of(attest: ModuleType, path: Path, family: str, **changed: Any) -> tuple[Path, str]:
+    """A report of one binary of a family, and the binary's digest."""
+    binary = next(b for _, b in catalogue() if b.variant.family == family)
+    ran = dict.fromkeys(("gpu", "driver", "torch", "version", "date"), "x")
+    records = [record(binary.sha256, "a:cuda:dtype=float32,b=1", "sm_89", 1e-9) | changed]
+    content = {**ran, "shapes": {family: attest.shapes(family)}, "binaries": records}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path, binary.sha256
+
+
+def test_a_report_is_added_to_what_is_known_of_a_gpu(attest: ModuleType, tmp_path: Path) -> None:
+    sent, digest = report_of(attest, tmp_path / "sent.json", "roofline")
+    file = attest.place("roofline", "x", tmp_path)
+    attest.write(file, "roofline", {"gpu": "x"}, [record("e" * 64, "b", "sm_89", 0)])
+    assert attest.accept(sent, tmp_path) == 0
+    assert attest.recorded(file).keys() == {"e" * 64, digest}
+
+
+@pytest.mark.parametrize("changed", [{"error": math.inf}, {"error": -1.0}, {"cases": 0}], ids=str)
+def test_a_report_of_no_case_is_not_taken(
+    attest: ModuleType, tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    sent, _ = report_of(attest, tmp_path / "sent.json", "roofline", **changed)
+    assert attest.accept(sent, tmp_path) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": 1, "binaries": [{}]}'])
+def test_what_is_no_report_is_refused(
+    attest: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    sent = tmp_path / "sent.json"
+    sent.write_text(text, encoding="utf-8")
+    assert attest.accept(sent, tmp_path) == 2
+    assert f"{sent} is not what --report writes" in capsys.readouterr().err
+
+
 def test_a_report_of_other_binaries_is_not_taken(attest: ModuleType, tmp_path: Path) -> None:
     sent = tmp_path / "sent.json"
     ran = dict.fromkeys(("gpu", "driver", "torch", "version", "date"), "x")
     records = [record("f" * 64, "a:cuda:dtype=float32,b=1", "sm_89", 0)]
-    sent.write_text(json.dumps({**ran, "binaries": records}), encoding="utf-8")
+    sent.write_text(json.dumps({**ran, "shapes": {}, "binaries": records}), encoding="utf-8")
     assert attest.accept(sent, tmp_path) == 1
     assert list(tmp_path.rglob("attestations")) == []

@@ -25,7 +25,7 @@ def tool(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture
 def tree(tmp_path: Path, tool: ModuleType) -> Path:
     """The files of a working copy that are changed."""
-    for name in (PACKAGE, KINDS, str(tool.API)):
+    for name in (PACKAGE, KINDS, "kernels/model.py", "kernels/common/types.cuh", str(tool.API)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
@@ -75,7 +75,13 @@ def test_a_gate_is_a_header_and_a_line(
     assert known["fade"].inputs == ("x", "step")
 
 
-@pytest.mark.parametrize("words", [("linear_scan",), ("rg_lru", "--gate"), ("Sum",), ("class",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("linear_scan",), ("rg_lru", "--gate"), ("Sum",), ("class",), ("float",), ("describe",)),
+        *(("model",), ("common",), ("double", "--gate")),
+    ],
+)
 def test_what_is_there_or_no_name_is_refused(
     tool: ModuleType,
     tree: Path,
