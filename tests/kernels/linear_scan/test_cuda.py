@@ -38,7 +38,8 @@ MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
 
 def ways(variant: Variant) -> set[object]:
     """What of a variant is to be tried: which parameters there are with its access, and each one's value, in both directions;
-    its dtypes in both, and with those parameters in one of the two, which have most of their code in common."""
+    its dtypes in both, and with those parameters in one of the two, which have most of their code in common. What takes any
+    tensor has code of its own in each direction."""
     statics = dict(variant.statics)
     sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
     layout, _, _ = variant.kernel.rpartition("_")
@@ -47,7 +48,7 @@ def ways(variant: Variant) -> set[object]:
     return {
         (variant.kernel, *kind),
         (variant.kernel, *dtypes),
-        (layout, *kind, *dtypes),
+        (variant.kernel if kind[0] == "generic" else layout, *kind, *dtypes),
         (variant.kernel, "stages", min(int(statics.get("stages", 0)), 3)),
         *((variant.kernel, *each) for each in sizes.items()),
     }
