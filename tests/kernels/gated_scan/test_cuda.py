@@ -1,4 +1,4 @@
-"""The CUDA kernels of gated_scan for contiguous channels on the CPU, against the kinds' lines in float64."""
+"""The CUDA kernels of gated_scan on the CPU, those for contiguous channels against the kinds' lines in float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 
@@ -102,18 +103,30 @@ def like(kernel: Kernel, **pins: int | str) -> Variant:
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-@pytest.mark.parametrize("access", ["aligned", "generic"])
+@pytest.mark.parametrize(
+    ("layout", "tile"),
+    [
+        *product(("channel_last", "time_last"), ({"access": "aligned"}, {"access": "generic"})),
+        ("time_last", {"prefix_lead": 2}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_nothing_passes_a_reset(
-    direction: str, access: str, reverse: bool, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str,
+    layout: str,
+    tile: dict[str, int | str],
+    reverse: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
 ) -> None:
     """Whatever states and gradients are on its other side: infinite, or not a number."""
     torch.manual_seed(0)
-    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = like(kernel, dtype="float32", kind="linear", access=access)
+    kernel = FAMILY.kernel(f"{layout}_{direction}", "cuda")
+    variant = like(kernel, dtype="float32", kind="linear", **tile)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, resets=True, reverse=reverse)
-    trial = cases.draw((1, 16, 90), "linear", setting, "float32", "cpu")
+    trial = cases.draw((1, 16, 96), "linear", setting, "float32", "cpu")
     # The states before these resets are NaN, and what reaches them from later steps is infinite.
     resets = torch.tensor([20, 41]) if not reverse else torch.tensor([68, 49])
     reset = trial.inputs["reset"]
@@ -128,6 +141,7 @@ def test_nothing_passes_a_reset(
     late = slice(other, None) if not reverse else slice(None, one + 1)
     grads[..., late] = torch.inf
     case = trial.case(kernel.name, aligned=True)
+    assert kernel.rules.accepts(variant, case.problem) is None
     states = case.tensors["states"]
     assert states is not None
     if direction == "backward":
@@ -218,18 +232,22 @@ def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("tile", "dtype", "shape"),
+    ("layout", "tile", "dtype", "shape"),
     [
-        ({"warps": 8, "lanes_across": 32, "vector": 1}, "bfloat16", (2, 72, 70)),
-        ({"warps": 4, "vector": 2}, "bfloat16", (2, 72, 70)),
-        ({"lanes_across": 16}, "float32", (1, 20, 150)),
-        ({"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
-        ({"access": "generic"}, "float32", (2, 5, 65)),
+        ("channel_last", {"warps": 8, "lanes_across": 32, "vector": 1}, "bfloat16", (2, 72, 70)),
+        ("channel_last", {"warps": 4, "vector": 2}, "bfloat16", (2, 72, 70)),
+        ("channel_last", {"lanes_across": 16}, "float32", (1, 20, 150)),
+        ("channel_last", {"ctas_per_column": 4}, "bfloat16", (1, 72, 1100)),
+        ("channel_last", {"access": "generic"}, "float32", (2, 5, 65)),
+        ("time_last", {"access": "aligned"}, "bfloat16", (5, 41, 24)),
+        ("time_last", {"prefix_lead": 2}, "float32", (2, 1, 4616)),
+        ("time_last", {"access": "generic"}, "float32", (2, 3, 517)),
     ],
-    ids=["many columns", "wider columns", "few columns", "shared columns", "generic"],
+    ids=str,
 )
 def test_nothing_beside_the_results_is_written(
     direction: str,
+    layout: str,
     tile: dict[str, int | str],
     dtype: str,
     shape: cases.Shape,
@@ -238,7 +256,7 @@ def test_nothing_beside_the_results_is_written(
 ) -> None:
     """Neither past the last channel or step, nor past the parts that the launch says there are."""
     torch.manual_seed(0)
-    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    kernel = FAMILY.kernel(f"{layout}_{direction}", "cuda")
     variant = like(kernel, dtype=dtype, kind="rg_lru", **tile)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     setting = cases.Setting(states=True, resets=True)
