@@ -53,6 +53,7 @@ class Setting(Options):
     ends    whether the last states have gradients of their own
     graded  whether all states have gradients, and not h alone
     resets  whether states start anew here and there
+    steady  whether all steps of all batches get the same inputs, and f keeps most of a state
     clips   what is clipped
     """
 
@@ -60,6 +61,7 @@ class Setting(Options):
     ends: bool = False
     graded: bool = False
     resets: bool = False
+    steady: bool = False
     clips: Clips = Clips()  # noqa: RUF009
 
 
@@ -207,12 +209,16 @@ def draw(
         final = new(states, batch, *unit)
         final[graded:] = 0
         inputs_of_all["final_grad"] = final
+    if setting.steady:
+        inputs, bias = there(inputs_of_all["inputs"]), there(inputs_of_all["bias"])
+        inputs.copy_(inputs[:1, :1].clone())
+        bias[1] += 4
     if function == "slstm" and setting.starts:
         initial = there(inputs_of_all["initial"])
         initial[2] = initial[2].abs() + 1
         initial[1:3, ..., ::3] = 0  # where i decides
-    inputs, expected = _solved(function, setting, inputs_of_all, narrow)
-    moved = {key: on_device(of_kernel, device) for key, of_kernel in inputs.items()}
+    of_kernels, expected = _solved(function, setting, inputs_of_all, narrow)
+    moved = {key: on_device(of_kernel, device) for key, of_kernel in of_kernels.items()}
     wanted = {key: on_device(of_kernel, device) for key, of_kernel in expected.items()}
     return Trial(function, shape, setting, dtype, moved, wanted)
 
