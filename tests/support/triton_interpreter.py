@@ -7,7 +7,6 @@ when it imports triton; this is for scripts that tests run.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,72 +17,23 @@ from triton.language import core  # noqa: F401 (`mend` has the language replaced
 from triton.runtime import interpreter
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A tensor in memory of which all else holds ``fill``; strides may be negative, or 0."""
-
-    memory: Tensor
-    first: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    fill: float
-
-    @classmethod
-    def of(
-        cls, values: Tensor, order: tuple[int, ...], downwards: tuple[int, ...] = (),
-        *, gap: int = 0, single: tuple[int, ...] = (), fill: float = torch.nan,
-    ) -> Placed:  # fmt: skip
-        """``values``, with ``gap`` elements between lines, and stride 0 along ``single``."""
-        margin = 16
-        strides, pitch, first = [0] * values.dim(), 1, margin
-        for dimension in reversed(order):
-            if dimension in single:
-                continue
-            size = values.shape[dimension]
-            strides[dimension] = -pitch if dimension in downwards else pitch
-            first += pitch * (size - 1) if dimension in downwards else 0
-            pitch = pitch * size + (gap if dimension == order[-1] else 0)
-        memory = torch.full((pitch + 2 * margin,), fill, dtype=values.dtype)
-        placed = cls(memory, first, tuple(values.shape), tuple(strides), fill)
-        memory[placed.index()] = values
-        return placed
-
-    def index(self) -> Tensor:
-        """Where in memory each element is."""
-        index = torch.tensor(self.first)
-        for size, stride in zip(self.sizes, self.strides, strict=True):
-            index = index[..., None] + stride * torch.arange(size)
-        return index
-
-    def tensor(self) -> Tensor:
-        return self.memory[self.index()]
-
-    def is_intact(self) -> bool:
-        """Whether nothing but the elements was written."""
-        around = self.memory.clone()
-        around[self.index()] = self.fill
-        return bool((around == self.fill).all())
-
-    def pointer(self) -> Tensor:
-        """What a kernel gets: a complex number is two real ones."""
-        memory = torch.view_as_real(self.memory) if self.memory.is_complex() else self.memory
-        return memory[self.first]
-
-    def addresses(self) -> np.ndarray[Any, Any]:
-        places = self.index().flatten() * self.memory.element_size()
-        return (places + self.memory.data_ptr()).numpy().astype(np.uint64)
+def addresses(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """Of the tensor's elements."""
+    places = torch.tensor(0)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = places[..., None] + stride * torch.arange(size)
+    places = places.flatten() * tensor.element_size() + tensor.data_ptr()
+    return places.numpy().astype(np.uint64)
 
 
 #: The addresses of the elements that a kernel may read, and of those that it may write.
 _MEMORY = {"read": np.empty(0, np.uint64), "written": np.empty(0, np.uint64)}
 
 
-def allow(*, reads: Iterable[Placed], writes: Iterable[Placed]) -> None:
+def allow(*, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
     """From here on, an access to anything else is an ``IndexError``."""
-    for verb, placed in (("read", reads), ("written", writes)):
-        _MEMORY[verb] = np.concatenate([[], *(each.addresses() for each in placed)]).astype(
-            np.uint64
-        )
+    for verb, tensors in (("read", reads), ("written", writes)):
+        _MEMORY[verb] = np.concatenate([np.empty(0, np.uint64), *map(addresses, tensors)])
 
 
 def _watch_memory(builder: Any) -> None:

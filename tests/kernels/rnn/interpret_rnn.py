@@ -5,33 +5,15 @@ TRITON_INTERPRET=1 python tests/kernels/interpret_rnn.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import cycle, product
-from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 from triton_interpreter import allow, mend
 
 from scan_registry.kernels.cases import relative_error, there
 from scan_registry.kernels.rnn import cases, triton_kernels
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.kernels.rnn.spec import FAMILY
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A tensor of which every element may be read or written."""
-
-    tensor: Tensor
-
-    def addresses(self) -> np.ndarray[Any, Any]:
-        places = torch.tensor(0)
-        for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True):
-            places = places[..., None] + stride * torch.arange(size)
-        places = places.flatten() * self.tensor.element_size() + self.tensor.data_ptr()
-        return places.numpy().astype(np.uint64)
 
 
 def launch(trial: cases.Trial, name: str) -> cases.Case:
@@ -45,7 +27,7 @@ def launch(trial: cases.Trial, name: str) -> cases.Case:
         tensor = tensors.get(parameter.name)
         number = shape.scalars.get(parameter.name)
         values.append(number if parameter.kind == "i64" else null if tensor is None else tensor)
-    places = {n: Whole(t) for n, t in tensors.items() if t is not None}
+    places = {n: t for n, t in tensors.items() if t is not None}
     allow(
         reads=[places[n] for n in kernel.pointers if n in places and n not in case.expected],
         writes=[places[n] for n in case.expected],
