@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from planning import forget_plans
+from pretending import SequenceKernel
 from torch import Tensor
 
 from scan_registry import nn, rnn
@@ -33,62 +34,23 @@ Tensors = Mapping[str, Any]
 Play = Callable[[str], list[RnnProblem]]
 
 
-class Kernel:
-    """Plays the kernel of a problem."""
-
-    def __init__(self, problem: RnnProblem) -> None:
-        self.problem, self.sizes, self.scalars = problem, SIZES[problem.function], problem.scalars()
+class Kernel(SequenceKernel):
+    """Plays the kernel of a problem, which may be of one step."""
 
     def view(self, tensors: Tensors, name: str, count: int) -> Tensor:
-        """A tensor by its address, as a kernel sees it: (count, B, N, D), over the sequence (count, B, T,
-        N, D)."""
-        problem, given = self.problem, tensors[name]
-        batch, time, heads, dim = problem.batch, problem.time, problem.heads, problem.dim
+        """A tensor of one step by its address, as a kernel sees it: (count, B, N, D)."""
+        heads, dim = self.unit
         between = self.scalars.get(f"{name}_state", heads * dim)
-        shape, strides = [count, batch], [between, self.scalars[f"{name}_batch"]]
-        if problem.scope == "sequence":
-            shape, strides = [*shape, time], [*strides, self.scalars[f"{name}_time"]]
-        view: Tensor = given.as_strided([*shape, heads, dim], [*strides, dim, 1])
+        strides = [between, self.scalars[f"{name}_batch"], dim, 1]
+        view: Tensor = tensors[name].as_strided([count, self.problem.batch, heads, dim], strides)
         return view
 
     def __call__(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            if isinstance(tensor, Tensor) and self.problem.alignment >= 16:
-                assert tensor.data_ptr() % 16 == 0, name
         problem = self.problem
-        getattr(self, f"{problem.scope}_{problem.direction}")(tensors, problem.function)
-
-    def sequence_forward(self, tensors: Tensors, function: Function) -> None:
-        sizes = self.sizes
-        inputs = self.view(tensors, "inputs", sizes.inputs).permute(1, 2, 0, 3, 4)
-        others = (tensors[name] for name in ("recurrent", "bias", "initial"))
-        assert all(t is None or t.is_contiguous() for t in tensors.values() if t is tensors["bias"])
-        states, cache = reference.forward(function, inputs, *others, self.problem.clips)
-        self.view(tensors, "states", len(sizes.states)).copy_(states)
-        assert (tensors["cache"] is not None) == (self.problem.training and bool(sizes.cache))
-        if tensors["cache"] is not None:
-            room = self.view(tensors, "cache", len(sizes.cache))
-            room.copy_(cache.permute(2, 0, 1, 3, 4))
-
-    def sequence_backward(self, tensors: Tensors, function: Function) -> None:
-        sizes = self.sizes
-        states = self.view(tensors, "states", len(sizes.states))
-        grads = self.view(tensors, "states_grad", self.problem.graded)
-        cache = states[:0]
-        if sizes.cache:
-            cache = self.view(tensors, "cache", len(sizes.cache))
-        gates_grad, initial_grad = reference.backward(
-            function,
-            tensors["recurrent"],
-            states,
-            tensors["initial"],
-            cache.permute(1, 2, 0, 3, 4),
-            grads,
-            tensors["final_grad"],
-            self.problem.clips,
-        )
-        self.view(tensors, "gates_grad", sizes.bias).copy_(gates_grad.permute(2, 0, 1, 3, 4))
-        tensors["initial_grad"].copy_(initial_grad)
+        if problem.scope == "sequence":
+            super().__call__(tensors)
+        else:
+            getattr(self, f"step_{problem.direction}")(tensors, problem.function)
 
     def step_forward(self, tensors: Tensors, function: Function) -> None:
         sizes, problem = self.sizes, self.problem

@@ -115,31 +115,3 @@ def test_explain_of_rows() -> None:
         call = explain(rnn, wx, r, b, **given, function="gru")
         problem = call.steps[0].decision.problem
         assert (problem.batch, problem.time) == size
-
-
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_what_was_before_counts_for_nothing(
-    function: Function, cut: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither NaN nor a gradient crosses a reset, and another row sees nothing of it."""
-    monkeypatch.setattr(rnn_resets, "cuts_at_resets", lambda *_: cut)
-    wx, r, b, start = draw(function, (2, 6, 1, 3))
-    reset = torch.zeros(2, 6, dtype=torch.bool)
-    reset[0, 3] = True
-    spoilt = wx.detach().clone()
-    spoilt[0, 2] = torch.nan
-    spoilt.requires_grad_()
-    results = []
-    for x in (wx, spoilt):
-        states, _ = rnn(x, r, b, start, reset=reset, function=function)
-        seen = states[:, 0, 3:], states[:, 1]
-        loss = sum(
-            (each * torch.linspace(-1, 1, each.numel()).view(each.shape)).sum() for each in seen
-        )
-        (grad,) = torch.autograd.grad(loss, x)
-        results.append([*seen, grad[0, 3:], grad[1]])
-        if x is wx:
-            assert not grad[0, :3].any()
-            assert grad[1, 0].any()
-    assert all(torch.equal(clean, after) for clean, after in zip(*results, strict=True))
