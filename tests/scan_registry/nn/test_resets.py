@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from scan_registry import nn
 
-KINDS = ("LSTM", "GRU", "RNN", "SLSTM")
-STATES = {"LSTM": 2, "GRU": 1, "RNN": 1, "SLSTM": 4}
+#: The sizes of their states; "projected" is an LSTM with projections.
+STATES = {"LSTM": (6, 6), "GRU": (6,), "RNN": (6,), "SLSTM": (6,) * 4, "projected": (4, 6)}
+KINDS = (*STATES,)
 DEEP = {"num_layers": 2, "bidirectional": True}
 
 
@@ -23,14 +24,16 @@ def _seed() -> None:
 
 
 def module_of(kind: str, **options: Any) -> torch.nn.Module:
+    if kind == "projected":
+        kind, options["proj_size"] = "LSTM", STATES[kind][0]
     module: torch.nn.Module = getattr(nn, kind)(5, 6, dtype=torch.float64, **options)
     return module
 
 
 def states_of(kind: str, rows: int, batch: int) -> Any:
     drawn = [
-        torch.rand(rows, batch, 6, dtype=torch.float64, requires_grad=True)
-        for _ in range(STATES[kind])
+        torch.rand(rows, batch, size, dtype=torch.float64, requires_grad=True)
+        for size in STATES[kind]
     ]
     return tuple(drawn) if len(drawn) > 1 else drawn[0]
 
@@ -50,6 +53,8 @@ def episodes(
         for side in range(2 if module.bidirectional else 1):
             row = layer * (2 if module.bidirectional else 1) + side
             options = {"num_heads": module.num_heads} if module.num_heads > 1 else {}
+            if module.proj_size:
+                options["proj_size"] = module.proj_size
             one = type(module)(x.shape[2], 6, dtype=torch.float64, **options)
             name = f"_l{layer}{'_reverse' if side else ''}"
             own = {n: p for n, p in module.named_parameters() if n.endswith(name)}
@@ -112,7 +117,7 @@ def test_resets(kind: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("sort", [False, True])
-@pytest.mark.parametrize("kind", ["GRU", "SLSTM"])
+@pytest.mark.parametrize("kind", ["GRU", "SLSTM", "projected"])
 def test_resets_of_packed_sequences(kind: str, sort: bool) -> None:
     """As each sequence by itself has them."""
     module, lengths = module_of(kind, **DEEP), [6, 4, 1] if sort else [4, 6, 1]
@@ -164,8 +169,9 @@ def test_a_sequence_in_pieces(kind: str) -> None:
     torch.testing.assert_close(flat(states), flat(end))
 
 
-def test_nothing_that_is_not_finite_crosses_a_reset() -> None:
-    module = module_of("LSTM", **DEEP)
+@pytest.mark.parametrize("kind", ["LSTM", "projected"])
+def test_nothing_that_is_not_finite_crosses_a_reset(kind: str) -> None:
+    module = module_of(kind, **DEEP)
     x, reset = torch.randn(6, 2, 5, dtype=torch.float64), torch.zeros(6, 2, dtype=torch.bool)
     reset[3, 0] = True
     expected, _ = module(x, reset=reset)
