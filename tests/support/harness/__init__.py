@@ -12,6 +12,7 @@ from .derivatives import Derivatives
 from .features import Features, arguments_of
 from .operator import Operator
 from .sequences import Sequences
+from .steps import StepTests
 from .values import Values
 
 
@@ -26,6 +27,7 @@ __all__ = [
     "Operator",
     "OperatorTests",
     "Sequences",
+    "StepTests",
     "Values",
     "arguments_of",
     "close",

@@ -206,15 +206,6 @@ def test_opcheck_of_the_update(time: int) -> None:
     torch.library.opcheck(UPDATE_OP, (x, state, weight, None, positions, None, True, "auto"))
 
 
-def test_the_update_compiled_as_a_whole() -> None:
-    x, state, weight = torch.randn(2, 3), torch.randn(2, 3, 3), torch.randn(3, 4)
-    compiled = torch.compile(causal_conv1d_update, fullgraph=True, backend="aot_eager")
-    one, other = state.clone(), state.clone()
-    torch.testing.assert_close(compiled(x, one, weight), causal_conv1d_update(x, other, weight))
-    assert torch.equal(one, other)
-    assert not torch.equal(one, state)
-
-
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("steps", [1, 3, 9])

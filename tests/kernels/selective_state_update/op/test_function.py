@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from harness import StepTests
 from torch import Tensor
 
 from scan_registry import selective_scan, selective_state_update
@@ -204,138 +204,83 @@ def test_opcheck(indices: Tensor | None) -> None:
     torch.library.opcheck(operator, (*positional(given, indices), True, "auto"))
 
 
-def test_compiled_as_a_whole() -> None:
-    given: dict[str, Any] = drawn(2, (6,), 8)
-    expected = {name: t.clone() for name, t in given.items()}
-    before = given["state"].clone()
-
-    def called(**arguments: Any) -> Tensor:
-        return selective_state_update(**arguments, dt_softplus=True) * 2
-
-    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(**given), called(**expected))
-    assert torch.equal(given["state"], expected["state"])
-    assert not torch.equal(given["state"], before)
-
-
-def test_derivatives_are_refused() -> None:
-    """Rather than lost without a word."""
-    given: dict[str, Any] = drawn(2, (6,), 8)
-    given["A"].requires_grad_()
-    before = given["state"].clone()
-    with pytest.raises(RuntimeError, match=r"no derivative.*no_grad"):
-        selective_state_update(**given)
+def test_the_operator_refuses_derivatives() -> None:
+    tensors = drawn(2, (6,), 8)
+    tensors["A"].requires_grad_()
     operator = torch.ops.scan_registry.selective_state_update.default
     with pytest.raises(RuntimeError, match=r"no derivative.*no_grad"):
-        operator(*positional(given), False, "auto")
-    assert torch.equal(given["state"], before)
-    with torch.no_grad():
-        out = selective_state_update(**given)
-    assert not out.requires_grad
-    with torch.inference_mode():
-        selective_state_update(**given)
+        operator(*positional(tensors), False, "auto")
 
 
-def test_a_state_made_for_inference_is_not_changed_outside_of_it() -> None:
-    with torch.inference_mode():
-        given = drawn(2, (3,), 4)
-        selective_state_update(**given)
-        before = given["state"].clone()
-    for mode in (torch.no_grad(), torch.enable_grad()):
-        with mode, pytest.raises(RuntimeError, match=r"pass state.clone\(\)"):
-            selective_state_update(**given)
-    assert torch.equal(given["state"].clone(), before.clone())
+class TestStep(StepTests):
+    name, learned = "selective_state_update", "A"
 
+    def draw(self) -> dict[str, Any]:
+        return drawn(2, (6,), 8)
 
-@pytest.mark.parametrize("mapped", ["state", "x"])
-def test_vmap_is_refused(mapped: str) -> None:
-    given = drawn(2, (3,), 4)
+    def run(self, **arguments: Any) -> Tensor:
+        return selective_state_update(**arguments)
 
-    def step(tensor: Tensor) -> Tensor:
-        return selective_state_update(**(given | {mapped: tensor}))
-
-    with pytest.raises(RuntimeError, match="selective_state_update changes state in place"):
-        torch.vmap(step)(torch.stack([given[mapped]] * 3))
-
-
-def test_autograd_knows_that_the_state_changed() -> None:
-    given = drawn(2, (6,), 8)
-    weight = torch.randn(8, requires_grad=True)
-    product = (given["state"] * weight).sum()
-    selective_state_update(**given)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
-# --- What it refuses --------------------------------------------------------------------------
-
-
-def changed(**others: Any) -> Callable[[], Any]:
-    return lambda: selective_state_update(**{**drawn(2, (6,), 8), **others})
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no tensor": (changed(x=3.0), TypeError, "x must be a torch.Tensor, not float"),
-    "nothing": (changed(B=None), TypeError, "B must be a torch.Tensor, not NoneType"),
-    "dtype": (changed(dt=torch.zeros(2, 6).int()), TypeError, "dt has dtype int32; accepted are"),
-    "complex": (
-        changed(A=torch.zeros(6, 8, dtype=torch.complex64)),
-        TypeError,
-        "A has dtype complex64; accepted are float32",
-    ),
-    "float64 beside others": (
-        changed(state=torch.zeros(2, 6, 8).double()),
-        TypeError,
-        "x has dtype float32; accepted are float64 with a state of float64",
-    ),
-    "indices": (
-        changed(state_batch_indices=torch.zeros(2)),
-        TypeError,
-        "state_batch_indices has dtype float32; accepted are int32, int64",
-    ),
-    "shape of indices": (
-        changed(state_batch_indices=torch.zeros(2, 1).int()),
-        ValueError,
-        r"state_batch_indices has shape \(2, 1\); it must be \(batch,\)",
-    ),
-    "rank": (changed(state=torch.zeros(6, 8)), ValueError, r"state has shape \(6, 8\); it must be"),
-    "states": (
-        changed(state=torch.zeros(2, 6, 257)),
-        ValueError,
-        "accepted are 1 to 256 states",
-    ),
-    "expanded": (
-        changed(state=torch.zeros(2, 6, 1).expand(-1, -1, 8)),
-        ValueError,
-        "state is expanded.*state.clone",
-    ),
-    "x": (changed(x=torch.zeros(2, 5)), ValueError, r"x has shape \(2, 5\).*must be \(2, 6\)"),
-    "batch": (
-        changed(state_batch_indices=torch.full((3,), -1)),
-        ValueError,
-        r"x has shape \(2, 6\); for .* and 3 state_batch_indices it must be \(3, 6\)",
-    ),
-    "A": (changed(A=torch.zeros(6, 4)), ValueError, r"A has shape \(6, 4\).*must be \(6, 8\)"),
-    "D": (changed(D=torch.zeros(5)), ValueError, r"D has shape \(5,\).*must be \(6,\)"),
-    "B": (
-        changed(B=torch.zeros(2, 4, 8)),
-        ValueError,
-        r"B has shape \(2, 4, 8\).*groups that divide the 6 channels",
-    ),
-    "groups": (
-        changed(B=torch.zeros(2, 3, 8), C=torch.zeros(2, 2, 8)),
-        ValueError,
-        "B has 3 groups, C 2",
-    ),
-    "device": (changed(z=torch.zeros(2, 6, device="meta")), ValueError, "z is on meta, state on"),
-    "layout": (changed(x=torch.zeros(2, 6).to_sparse()), TypeError, r"sparse; .*x\.to_dense\(\)"),
-    "backend": (changed(backend="rocm"), ValueError, "backend is 'rocm'; accepted are auto"),
-    "cuda": (changed(backend="cuda"), ValueError, "needs a CUDA device; state is on cpu"),
-    "softplus": (changed(dt_softplus="yes"), TypeError, "dt_softplus is 'yes'; it must be a bool"),
-}
-
-
-@pytest.mark.parametrize(("call", "kind", "message"), REFUSED.values(), ids=REFUSED)
-def test_refuses(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        call()
+    refused = {
+        "no tensor": ({"x": 3.0}, TypeError, "x must be a torch.Tensor, not float"),
+        "nothing": ({"B": None}, TypeError, "B must be a torch.Tensor, not NoneType"),
+        "dtype": ({"dt": torch.zeros(2, 6).int()}, TypeError, "dt has dtype int32; accepted are"),
+        "complex": (
+            {"A": torch.zeros(6, 8, dtype=torch.complex64)},
+            TypeError,
+            "A has dtype complex64; accepted are float32",
+        ),
+        "float64 beside others": (
+            {"state": torch.zeros(2, 6, 8).double()},
+            TypeError,
+            "x has dtype float32; accepted are float64 with a state of float64",
+        ),
+        "indices": (
+            {"state_batch_indices": torch.zeros(2)},
+            TypeError,
+            "state_batch_indices has dtype float32; accepted are int32, int64",
+        ),
+        "shape of indices": (
+            {"state_batch_indices": torch.zeros(2, 1).int()},
+            ValueError,
+            r"state_batch_indices has shape \(2, 1\); it must be \(batch,\)",
+        ),
+        "rank": (
+            {"state": torch.zeros(6, 8)},
+            ValueError,
+            r"state has shape \(6, 8\); it must be",
+        ),
+        "states": (
+            {"state": torch.zeros(2, 6, 257)},
+            ValueError,
+            "accepted are 1 to 256 states",
+        ),
+        "expanded": (
+            {"state": torch.zeros(2, 6, 1).expand(-1, -1, 8)},
+            ValueError,
+            "state is expanded.*state.clone",
+        ),
+        "x": ({"x": torch.zeros(2, 5)}, ValueError, r"x has shape \(2, 5\).*must be \(2, 6\)"),
+        "batch": (
+            {"state_batch_indices": torch.full((3,), -1)},
+            ValueError,
+            r"x has shape \(2, 6\); for .* and 3 state_batch_indices it must be \(3, 6\)",
+        ),
+        "A": ({"A": torch.zeros(6, 4)}, ValueError, r"A has shape \(6, 4\).*must be \(6, 8\)"),
+        "D": ({"D": torch.zeros(5)}, ValueError, r"D has shape \(5,\).*must be \(6,\)"),
+        "B": (
+            {"B": torch.zeros(2, 4, 8)},
+            ValueError,
+            r"B has shape \(2, 4, 8\).*groups that divide the 6 channels",
+        ),
+        "groups": (
+            {"B": torch.zeros(2, 3, 8), "C": torch.zeros(2, 2, 8)},
+            ValueError,
+            "B has 3 groups, C 2",
+        ),
+        "device": ({"z": torch.zeros(2, 6, device="meta")}, ValueError, "z is on meta, state on"),
+        "layout": ({"x": torch.zeros(2, 6).to_sparse()}, TypeError, r"sparse; .*x\.to_dense\(\)"),
+        "backend": ({"backend": "rocm"}, ValueError, "backend is 'rocm'; accepted are auto"),
+        "cuda": ({"backend": "cuda"}, ValueError, "needs a CUDA device; state is on cpu"),
+        "softplus": ({"dt_softplus": "yes"}, TypeError, "dt_softplus is 'yes'; it must be a bool"),
+    }
