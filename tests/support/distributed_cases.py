@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -124,9 +125,8 @@ def _compare(rank: int, ranks: int, group: Any, case: Case) -> None:
         "return_final_state": case.final,
         "reset": _part_of_reset(everything, case, ranks, rank),
     }
-    # The second call goes by the plan of the first. Headers are then compared as over NCCL, and not read.
     for known in (False, True):
-        with patch.object(opening, "_reading_waits", lambda place, known=known: known):
+        with reading_waits(known):
             _compare_with(rank, ranks, group, case, everything, how, (states, last), wanted)
 
 
@@ -161,6 +161,57 @@ def _compare_with(
             close(summed(grad, group), of_whole)
         else:
             close(grad, part(of_whole, case, ranks, rank))
+
+
+def compare_parts(
+    rank: int, ranks: int, group: Any, lengths: list[int], calls: tuple[Any, Any],
+    tensors: dict[str, Tensor], timed: dict[str, int], dim: int, contexts: Iterable[Any],
+) -> None:  # fmt: skip
+    """What a call over parts returns, and its gradients, against one over the whole: the two ``calls`` take the tensors by name,
+    of which ``timed`` are cut along a dimension, as the output is along ``dim``. The second is made in each of the contexts."""
+    begin, time = sum(lengths[:rank]), sum(lengths)
+
+    def cut(x: Tensor, along: int | None) -> Tensor:
+        if along is None:
+            return x.clone()
+        numbers = x.shape[along] // max(1, time)  # of a step
+        return x.narrow(along, numbers * begin, numbers * lengths[rank]).clone()
+
+    def loss(out: Tensor, last: Tensor, weights: Tensor, share: float) -> Tensor:
+        real = last.real - 2 * last.imag if last.is_complex() else last
+        return (out * weights).sum() + share * (real.sin() + real).sum()
+
+    whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
+    out, last = calls[0](**whole)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    wanted = torch.autograd.grad(loss(out, last, weights, 1), [*whole.values()])
+    for context in contexts:
+        part = {name: cut(x, timed.get(name)).requires_grad_() for name, x in tensors.items()}
+        with context:
+            here, end = calls[1](**part)
+            close(here, cut(out, dim))
+            close(end, last)
+            of_part = loss(here, end, cut(weights, dim), 1 / ranks)
+            gradients = torch.autograd.grad(of_part, [*part.values()])
+        for name, gradient, of_whole in zip(part, gradients, wanted, strict=True):
+            if name in timed:
+                close(gradient, cut(of_whole, timed[name]))
+            else:
+                close(summed(gradient, group), of_whole)
+
+
+def reading_waits(known: bool) -> Any:
+    """A call that is ``known`` goes by the plan of the one before; headers are then compared as over NCCL, and not read."""
+    return patch.object(opening, "_reading_waits", lambda place: known)
+
+
+def raised(call: Callable[[], Any]) -> str:
+    """What the call raises, in words; nothing if it raises nothing."""
+    try:
+        call()
+    except (TypeError, ValueError, RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 # --- Derivatives of derivatives, and what else calls are composed with --------------------------
@@ -274,7 +325,7 @@ def modes(rank: int, ranks: int, group: Any) -> None:
     gates, tokens = torch.rand(5, 7), torch.rand(5, 7)
     recorded = torch.rand(5, 7, requires_grad=True)
     found = []
-    with patch.object(opening, "_reading_waits", lambda place: True):
+    with reading_waits(True):
         for _ in range(2):
             with torch.inference_mode():
                 found.append(distributed.linear_scan(gates, tokens, group=group))

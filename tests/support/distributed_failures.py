@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from distributed_cases import raised
 from torch.distributed.device_mesh import DeviceMesh
 
 from scan_registry import distributed
@@ -25,13 +26,10 @@ def groups_of_all_kinds(rank: int, ranks: int, group: Any) -> list[str]:
     mesh = DeviceMesh.from_group(group, "cpu")
     whole_group = distributed.linear_scan(x, x, group=group)
     assert torch.equal(distributed.linear_scan(x, x, group=mesh), whole_group)
-    said = []
-    for other in (SimpleNamespace(), 3, torch.distributed.GroupMember.NON_GROUP_MEMBER):
-        try:
-            distributed.linear_scan(x, x, group=other)
-        except (TypeError, ValueError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    others = SimpleNamespace(), 3, torch.distributed.GroupMember.NON_GROUP_MEMBER
+    return [
+        raised(lambda other=other: distributed.linear_scan(x, x, group=other)) for other in others
+    ]
 
 
 def failure(rank: int, ranks: int, group: Any, kind: str, known: bool) -> tuple[str, str]:
@@ -88,23 +86,19 @@ def without_memory(
     def fails(self: Opening) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    def said(full: bool) -> str:
+    def train(full: bool) -> None:
         out_of_memory = patch.object(Opening, "_message", fails) if full else nullcontext()
-        try:
-            with nullcontext() if backward else out_of_memory:
-                loss = call().sum()
-            with out_of_memory if backward else nullcontext():
-                loss.backward()
-        except RuntimeError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        with nullcontext() if backward else out_of_memory:
+            loss = call().sum()
+        with out_of_memory if backward else nullcontext():
+            loss.backward()
 
     state = resolve(group).session
     state.plans.clear()
     state.agreed.clear()
     if known:
         call().sum().backward()
-    return [said(rank == ranks - 1), said(False)]
+    return [raised(lambda full=full: train(full)) for full in (rank == ranks - 1, False)]
 
 
 def unread(rank: int, ranks: int, group: Any, scale: int) -> tuple[list[bool], list[str]]:
@@ -148,12 +142,9 @@ def late(rank: int, ranks: int, group: Any) -> list[str]:
             distributed.linear_scan(*given, group=group)
         with patch.object(opening._Flag, "has_come", has_come):
             for given in (known[rank == ranks - 1], *[known[0]] * 10):
-                try:
-                    distributed.linear_scan(*given, group=group)
-                except (RuntimeError, ValueError) as error:
-                    errors.append(type(error).__name__)
-                else:
-                    errors.append("")
+                errors.append(
+                    raised(lambda given=given: distributed.linear_scan(*given, group=group))
+                )
     states = distributed.linear_scan(*known[0], group=group)
     assert states[0].tolist() == [4 * rank + step for step in (1, 2, 3, 4)]
     return errors

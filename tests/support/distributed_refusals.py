@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from distributed_cases import raised
 from distributed_host_work import Counts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -58,14 +59,6 @@ def calls(group: Any, function: str) -> tuple[dict[str, Any], Callable[[dict[str
     return named, lambda given: distributed.scan_summary(**given, dim=1)
 
 
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def refused(rank: int, ranks: int, group: Any, function: str, compiled: bool) -> dict[str, str]:
     """What a call says of a DTensor in place of each argument. It may exchange headers, and nothing else; a call of plain
     tensors still works."""
@@ -82,7 +75,7 @@ def refused(rank: int, ranks: int, group: Any, function: str, compiled: bool) ->
         along = [Shard(tensor.shape.index(6)) if 6 in tensor.shape else Replicate()]
         given = {**named, name: distribute_tensor(tensor, mesh, along)}
         with Counts() as counts:
-            said[name] = _said(lambda given=given: call(given))
+            said[name] = raised(lambda given=given: call(given))
         assert len(counts.exchanges) <= 1, counts.exchanges
     call(named)
     return said
@@ -94,6 +87,6 @@ def refused_on_one(rank: int, ranks: int, group: Any, function: str) -> str:
     named, call = calls(group, function)
     name = ARGUMENTS[function][0]
     sharded = distribute_tensor(named[name], mesh, [Replicate()])
-    said = _said(lambda: call({**named, name: sharded} if rank == ranks - 1 else named))
+    said = raised(lambda: call({**named, name: sharded} if rank == ranks - 1 else named))
     call(named)
     return said

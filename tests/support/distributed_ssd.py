@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from distributed_cases import close, summed
+from distributed_cases import compare_parts, raised, reading_waits
 from ssd_problems import NAMES, draw
-from torch import Tensor
 
 from scan_registry import distributed, ssd_scan
-from scan_registry.distributed import opening
 from scan_registry.distributed.group import resolve
 from scan_registry.kernels.ssd_scan.op import distributed as dual
 
@@ -39,74 +38,39 @@ class Case:
     dtype: str = "float64"
 
 
-def _loss(out: Tensor, last: Tensor, weights: Tensor, share: float) -> Tensor:
-    return (out * weights).sum() + share * (last.sin() + last).sum()
-
-
 def compare(rank: int, ranks: int, group: Any, case: Case) -> None:
     """Outputs, final states and gradients against those of one process."""
     lengths = [case.lengths[number % len(case.lengths)] for number in range(ranks)]
-    time, begin = sum(lengths), sum(lengths[:rank])
-    dtype = getattr(torch, case.dtype)
+    time, dtype = sum(lengths), getattr(torch, case.dtype)
     problem = draw(
         time=time, sequences=3 if case.packed else 0, dtype=dtype, wide_D=case.wide_D, seed=ranks
     )
     tensors = {name: problem[name] for name in NAMES if name not in case.without}
-    weights = torch.randn(problem["x"].shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    timed = {name: 1 for name in TIMED if name in tensors}
     bounds = torch.tensor([0, time // 3, time // 3, time]) if case.packed else None
     how: Any = {"cu_seqlens": bounds, "return_final_state": True, **case.options}
-
-    def cut(x: Tensor) -> Tensor:
-        return x.narrow(1, begin, lengths[rank]).clone()
-
-    whole = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    out, last = ssd_scan(**whole, **how)
-    wanted = torch.autograd.grad(_loss(out, last, weights, 1), list(whole.values()))
     resolve(group).session.plans.clear()
     resolve(group).session.agreed.clear()
-    for known in (False, True):  # the second call goes by the plan of the first, as over NCCL
-        part = {
-            name: (cut(x) if name in TIMED else x.clone()).requires_grad_()
-            for name, x in tensors.items()
-        }
-        # Summaries add up few steps at a time, so that a part has several such ranges.
-        with (
-            patch.object(opening, "_reading_waits", lambda place, known=known: known),
-            patch.object(dual, "_STEPS", 2),
-        ):
-            here, end = distributed.ssd_scan(**part, group=group, **how)
-            close(here, cut(out))
-            close(end, last)
-            loss = _loss(here, end, cut(weights), 1 / ranks)
-            gradients = torch.autograd.grad(loss, list(part.values()))
-        for name, gradient, of_whole in zip(part, gradients, wanted, strict=True):
-            if name in TIMED:
-                close(gradient, cut(of_whole))
-            else:
-                close(summed(gradient, group), of_whole)
-
-
-def _said(call: Any) -> str:
-    try:
-        call()
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    calls = partial(ssd_scan, **how), partial(distributed.ssd_scan, group=group, **how)
+    # Summaries add up few steps at a time, so that a part has several such ranges.
+    with patch.object(dual, "_STEPS", 2):
+        contexts = [*map(reading_waits, (False, True))]
+        compare_parts(rank, ranks, group, lengths, calls, tensors, timed, 1, contexts)
 
 
 def refused(rank: int, ranks: int, group: Any, changes: dict[str, Any]) -> list[str]:
     """What a call says whose arguments are changed on the last rank, and what the next call says."""
     arguments = {**draw(seed=1), "group": group}
     changed = {**arguments, **changes} if rank == ranks - 1 else arguments
-    first = _said(lambda: distributed.ssd_scan(**changed))
-    return [first, _said(lambda: distributed.ssd_scan(**arguments))]
+    first = raised(lambda: distributed.ssd_scan(**changed))
+    return [first, raised(lambda: distributed.ssd_scan(**arguments))]
 
 
 def differentiated_twice(rank: int, ranks: int, group: Any) -> str:
     problem = draw(seed=1)
     x = problem.pop("x").requires_grad_()
     out = distributed.ssd_scan(x, **problem, group=group)
-    return _said(lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
+    return raised(lambda: torch.autograd.grad(out.sum(), x, create_graph=True))
 
 
 def changed_in_place(rank: int, ranks: int, group: Any) -> None:

@@ -7,7 +7,6 @@ import torch
 from distributed_operators import (
     Selective,
     selective,
-    selective_beginnings,
     selective_failure,
     selective_outputs,
 )
@@ -56,12 +55,6 @@ def test_one_packed_sequence(ranks: RankPool, complex_numbers: bool) -> None:
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_outputs_can_be_changed_in_place(ranks: RankPool, chunks: int) -> None:
     ranks.run(2, selective_outputs, chunks)
-
-
-@pytest.mark.parametrize("lengths", [[0, 4, 8], [0, 0, 4], [4, 0, 0], [0, 0, 0]], ids=str)
-@pytest.mark.parametrize("chunks", [1, 4])
-def test_parts_without_steps(ranks: RankPool, chunks: int, lengths: list[int]) -> None:
-    ranks.run(3, selective_beginnings, chunks, lengths)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first", "known"])
