@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attesting import write_attestations
 
 from ci import cross, disassembly, gates, products, sbom
 from ci.gates import Release
@@ -19,7 +20,7 @@ from ci.matrix import load
 from ci.products import Parts
 from scan_registry.aot.compile import compile_variant
 from scan_registry.artifact import archive
-from scan_registry.artifact.archive import Archive, Binary
+from scan_registry.artifact.archive import Archive
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
@@ -94,25 +95,6 @@ def test_spilled_registers(packed: Callable[..., bytes], tmp_path: Path) -> None
     assert "spills 8 bytes" in spilling(8)[0]
 
 
-def attestation(binaries: list[Binary], folder: Path, error: float) -> None:
-    path = folder / "linear_scan" / "attestations" / "a-gpu.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    records = [
-        {
-            "sha256": binary.sha256,
-            "variant": str(binary.variant),
-            "target": str(binary.target),
-            "error": error,
-            "tolerance": 1e-6,
-            "cases": 3,
-        }
-        for binary in binaries
-    ]
-    path.write_text(
-        json.dumps({"gpu": "A GPU", "date": "2030-01-01", "binaries": records}), encoding="utf-8"
-    )
-
-
 def test_attested(release: Release, tmp_path: Path) -> None:
     needed = [
         binary
@@ -123,11 +105,11 @@ def test_attested(release: Release, tmp_path: Path) -> None:
     none = gates.attested(release, tmp_path)
     assert len(none.wrong) == len(needed) == 4
     assert none.wrong[0].endswith("no attestation")
-    attestation(needed, tmp_path, error=1e-3)
+    write_attestations(tmp_path, "a-gpu", *needed, error=1e-3)
     assert all(text.endswith("failed") for text in gates.attested(release, tmp_path).wrong)
-    attestation(needed[1:], tmp_path, error=1e-7)
+    write_attestations(tmp_path, "a-gpu", *needed[1:], error=1e-7)
     assert len(gates.attested(release, tmp_path).wrong) == 1
-    attestation(needed, tmp_path, error=1e-7)
+    write_attestations(tmp_path, "a-gpu", *needed, error=1e-7)
     assert gates.attested(release, tmp_path).wrong == ()
 
 

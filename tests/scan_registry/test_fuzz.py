@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from attesting import write_attestations
 from malformed import damaged, malformed
 
 from scan_registry.artifact import archive
@@ -344,20 +345,9 @@ def test_manifests_of_providers(tmp_path: Path) -> None:
 
 
 def test_attestations(tmp_path: Path, entries: list[tuple[Binary, bytes]]) -> None:
-    path = tmp_path / "linear_scan" / "attestations" / "gpu.json"
-    path.parent.mkdir(parents=True)
-    records = [
-        {
-            "sha256": binary.sha256,
-            "variant": str(binary.variant),
-            "target": str(binary.target),
-            "error": 1e-7,
-            "tolerance": 1e-6,
-            "cases": 38,
-        }
-        for binary, _ in [entries[0], *entries]  # one twice: the worse counts
-    ]
-    good = {"gpu": "Imaginary", "date": "2026-01-31", "binaries": records}
+    binaries = [binary for binary, _ in [entries[0], *entries]]  # one twice: the worse counts
+    path = write_attestations(tmp_path, "gpu", *binaries)
+    good = json.loads(path.read_text(encoding="utf-8"))
 
     def example(chance: random.Random) -> None:
         path.write_bytes(malformed(good, chance))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from attesting import write_attestations
 
 import scan_registry.kernels
 from scan_registry.artifact.archive import Archive, ArchiveError, Binary
@@ -21,31 +21,6 @@ Factory = Callable[..., Archive]
 Make = Callable[..., tuple[Binary, bytes]]
 
 VARIANTS = FAMILY.variants()[:3]
-
-
-def write_attestations(
-    root: Path, name: str, *binaries: Binary, gpu: str = "Imaginary H", **changes: Any
-) -> Path:
-    """One file as ``tools/attest.py`` writes it, under ``root``/linear_scan/attestations."""
-    records = [
-        {
-            "sha256": binary.sha256,
-            "variant": str(binary.variant),
-            "target": str(binary.target),
-            "error": 1e-7,
-            "tolerance": 1e-6,
-            "cases": 38,
-            **changes,
-        }
-        for binary in binaries
-    ]
-    path = root / "linear_scan" / "attestations" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"gpu": gpu, "date": "2026-01-31", "driver": "13.0", "binaries": records}),
-        encoding="utf-8",
-    )
-    return path
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One thread, for tests of operators."""
+"""One thread, for tests of operators, modules and stand-ins."""
 
 from __future__ import annotations
 
@@ -8,5 +8,6 @@ import pytest
 @pytest.fixture(autouse=True)
 def _one_thread(request: pytest.FixtureRequest) -> None:
     """Tensors are small here. Tests of threads set their number themselves."""
-    if request.node.get_closest_marker("gpu") is None:
+    computes = {"compat", "nn", "ops"} & {*request.path.parent.parts}
+    if computes and request.node.get_closest_marker("gpu") is None:
         request.getfixturevalue("one_thread")
