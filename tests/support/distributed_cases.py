@@ -164,9 +164,16 @@ def _compare_with(
 
 
 def compare_parts(
-    rank: int, ranks: int, group: Any, lengths: list[int], calls: tuple[Any, Any],
-    tensors: dict[str, Tensor], timed: dict[str, int], dim: int, contexts: Iterable[Any],
-) -> None:  # fmt: skip
+    rank: int,
+    ranks: int,
+    group: Any,
+    lengths: list[int],
+    calls: tuple[Any, Any],
+    tensors: dict[str, Tensor],
+    timed: dict[str, int],
+    dim: int,
+    contexts: Iterable[Any],
+) -> None:
     """What a call over parts returns, and its gradients, against one over the whole: the two ``calls`` take the tensors by name,
     of which ``timed`` are cut along a dimension, as the output is along ``dim``. The second is made in each of the contexts."""
     begin, time = sum(lengths[:rank]), sum(lengths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from scan_registry.kernels.selective_scan.spec import FAMILY
 #: One step, steps of one part alone, and several tiles of each part; the states, and channels in groups.
 SHAPES = ((1, 1, 1, 1), (2, 4, 5, 3), (1, 6, 101, 4), (2, 4, 232, 5))
 
-TRIALS = [(shape, setting) for shape in SHAPES for setting in cases.SETTINGS]
 SEQUENCES = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
 GRADS = (
     *("u_grad", "delta_grad", "A_grad", "B_grad", "C_grad", "D_grad", "z_grad", "bias_grad"),
@@ -40,10 +39,14 @@ def bounds(trial: cases.Trial) -> Tensor:
     return torch.tensor([0, trial.shape[2]]) if cu_seqlens is None else cu_seqlens
 
 
-@pytest.mark.parametrize(("shape", "setting"), TRIALS, ids=str)
-def test_results_are_the_references(shape: cases.Shape, setting: cases.Setting) -> None:
+@pytest.fixture(params=product(SHAPES, cases.SETTINGS), ids=str)
+def trial(request: pytest.FixtureRequest) -> cases.Trial:
     torch.manual_seed(0)
-    trial = cases.draw(shape, setting, "float32", "cpu")
+    return cases.draw(*request.param, "float32", "cpu")
+
+
+def test_results_are_the_references(trial: cases.Trial) -> None:
+    setting = trial.setting
     given, initial = wide(trial)
     out, final = reference.forward(*given, setting.softplus, initial, bounds(trial))
     out_grad, final_grad = trial.inputs["out_grad"], trial.inputs["final_grad"]
@@ -60,12 +63,8 @@ def test_results_are_the_references(shape: cases.Shape, setting: cases.Setting) 
             assert relative_error(trial.expected[name], right.detach()) <= 1e-13, name
 
 
-@pytest.mark.parametrize(("shape", "setting"), TRIALS, ids=str)
-def test_parts_hand_on_the_gradient_of_the_state_before_them(
-    shape: cases.Shape, setting: cases.Setting
-) -> None:
-    torch.manual_seed(0)
-    trial = cases.draw(shape, setting, "float32", "cpu")
+def test_parts_hand_on_the_gradient_of_the_state_before_them(trial: cases.Trial) -> None:
+    setting = trial.setting
     (u, delta, A, B, C, D, z, bias), initial = wide(trial)
     out_grad = trial.inputs["out_grad"]
     for number, (begin, end) in enumerate(pairwise(bounds(trial).tolist())):
@@ -85,15 +84,10 @@ def test_parts_hand_on_the_gradient_of_the_state_before_them(
             assert relative_error(trial.expected["sizes"][:, number, part], right) <= 1e-13
 
 
-@pytest.mark.parametrize(("shape", "setting"), TRIALS, ids=str)
-def test_checkpoints_are_the_states_before_each_interval(
-    shape: cases.Shape, setting: cases.Setting
-) -> None:
-    torch.manual_seed(0)
-    trial = cases.draw(shape, setting, "float32", "cpu")
+def test_checkpoints_are_the_states_before_each_interval(trial: cases.Trial) -> None:
     (u, delta, A, B, C, _, _, bias), initial = wide(trial)
     right = reference.checkpoints(
-        u, delta, A, B, C, bias, setting.softplus, initial, bounds(trial), INTERVAL
+        u, delta, A, B, C, bias, trial.setting.softplus, initial, bounds(trial), INTERVAL
     )
     # Both are rounded to float32, each from a float64 of its own.
     torch.testing.assert_close(trial.inputs["checkpoints"], right, rtol=2e-7, atol=1e-30)

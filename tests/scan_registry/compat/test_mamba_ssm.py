@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, linear, rms_norm, silu, softplus
+from torch.nn.functional import conv1d, linear, rms_norm, silu
 
 from scan_registry.compat import mamba_ssm
 from scan_registry.compat.mamba_ssm.ops import selective_scan_interface as interface
@@ -20,6 +20,7 @@ from scan_registry.compat.mamba_ssm.ops.selective_scan_interface import (
     selective_scan_ref,
 )
 from scan_registry.compat.mamba_ssm.ops.triton.selective_state_update import selective_state_update
+from scan_registry.kernels.selective_scan import reference
 
 BATCH, CHANNELS, LENGTH, STATES, RANKS, FEATURES = 2, 6, 11, 4, 2, 5
 SCAN = "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False"
@@ -61,21 +62,9 @@ def test_names_are_where_they_were() -> None:
 # --- The scan ---------------------------------------------------------------------------------
 
 
-def scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Step by step, for B and C of (batch, states, time), or twice that time of a complex A."""
-    sizes = softplus(delta + bias[:, None])
-    if A.is_complex():
-        B, C = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (B, C))
-    h: Tensor = torch.zeros(u.shape[0], *A.shape, dtype=A.dtype)
-    outputs = []
-    for t in range(u.shape[2]):
-        size = sizes[:, :, t, None]
-        h = torch.exp(size * A) * h + size * u[:, :, t, None] * B[:, None, :, t]
-        y = (h * C[:, None, :, t]).sum(-1)
-        outputs.append(2 * y.real if A.is_complex() else y)
-    return (torch.stack(outputs, -1) + D[:, None] * u) * silu(z), h
+def scan(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Step by step, of u, delta, A, B, C, D, z and delta_bias."""
+    return reference.forward(*tensors, True)
 
 
 def scan_arguments(complex_numbers: bool = False) -> dict[str, Tensor]:

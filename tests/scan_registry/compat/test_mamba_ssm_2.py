@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv1d, linear, silu, softplus
+from torch.nn.functional import conv1d, linear, silu
 
 from scan_registry.compat import mamba_ssm
 from scan_registry.compat.mamba_ssm.ops.triton import layernorm_gated
@@ -22,6 +22,7 @@ from scan_registry.compat.mamba_ssm.ops.triton.ssd_combined import (
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
 )
+from scan_registry.kernels.ssd_scan import reference
 
 BATCH, LENGTH, HEADS, SIZE, GROUPS, STATES, FEATURES = 2, 11, 4, 3, 2, 5, 6
 CHANNELS, WIDTH = HEADS * SIZE, 4
@@ -54,33 +55,15 @@ def test_arguments_name_for_name(function: Callable[..., Any]) -> None:
 
 
 def scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    limit: tuple[float, float] = NO_LIMIT,
+    *tensors: Any,
+    limit: Any = NO_LIMIT,
     softplus_too: bool = True,
+    initial_states: Any = None,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Step by step."""
-    steps = dt if dt_bias is None else dt + dt_bias
-    steps = (softplus(steps) if softplus_too else steps).clamp(*limit)
-    B, C = (part.repeat_interleave(x.shape[2] // part.shape[2], 2) for part in (B, C))
-    zeros = x.new_zeros(x.shape[0], *x.shape[2:], B.shape[-1])
-    h = zeros if initial_states is None else initial_states
-    outputs = []
-    for t in range(x.shape[1]):
-        step = steps[:, t, :, None, None]
-        h = torch.exp(step * A[:, None, None]) * h + step * x[:, t, :, :, None] * B[:, t, :, None]
-        outputs.append((h * C[:, t, :, None]).sum(-1))
-    y = torch.stack(outputs, 1)
-    if D is not None:
-        y = y + x * (D if D.dim() == 2 else D[:, None])
-    return y if z is None else y * silu(z), h
+    """Step by step, of x, dt, A, B, C, D, z and dt_bias."""
+    how = {"dt_softplus": softplus_too, "dt_limit": limit, "initial_state": initial_states}
+    return reference.forward(*tensors, **named, **how)
 
 
 def scan_arguments(batch: int = BATCH, D_of_channels: bool = False) -> dict[str, Tensor]:
@@ -288,7 +271,9 @@ def block(
     B, C = (part.unflatten(-1, (GROUPS, STATES)) for part in (B, C))
     y, last = scan(
         *(x.unflatten(-1, (HEADS, SIZE)), dt, given["A"], B, C, given["D"]),
-        *(None, given["dt_bias"], given["initial_states"], limit),
+        *(None, given["dt_bias"]),
+        initial_states=given["initial_states"],
+        limit=limit,
     )
     y = y.flatten(2)
     if "rmsnorm_weight" not in given:

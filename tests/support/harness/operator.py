@@ -36,7 +36,12 @@ class Operator:
 
     cases: ClassVar[Mapping[str, Mapping[str, Any]]]
     few: ClassVar[tuple[str, ...]]
-    tolerance: ClassVar[Mapping[torch.dtype, float]]
+    tolerance: ClassVar[Mapping[torch.dtype, float]] = {
+        torch.float64: 1e-12,
+        torch.float32: 2e-6,
+        torch.float16: 2e-3,
+        torch.bfloat16: 1e-2,
+    }
     sizes: ClassVar[tuple[Any, ...]]
     small: ClassVar[Any]
     large: ClassVar[Any]
