@@ -313,62 +313,46 @@ def test_what_is_required_backwards_is_what_was_forwards(solved: Runs, monkeypat
     assert requests == [("forward", tier), ("backward", tier)]
 
 
-def left_to_others() -> dict[str, Callable[[], Any]]:
-    def padded() -> Any:
-        return nn.LSTM(FEATURES, 20)(torch.randn(TIME, BATCH, FEATURES))
-
-    def both_ways() -> Any:
-        return make("LSTM", bidirectional=True)(torch.randn(TIME, BATCH, FEATURES))
-
-    def wide() -> Any:
-        return make("LSTM").double()(torch.randn(TIME, BATCH, FEATURES).double())
-
-    def empty() -> Any:
-        return make("GRU")(torch.randn(TIME, 0, FEATURES)), make("GRU")(
-            torch.randn(0, BATCH, FEATURES)
-        )
-
-    def reference() -> Any:
-        return make("RNN", backend="reference")(torch.randn(TIME, BATCH, FEATURES))
-
-    def misaligned() -> Any:
-        x = torch.randn(TIME * BATCH * FEATURES + 1)[1:].view(TIME, BATCH, FEATURES)
-        return make("RNN")(x)
-
-    def mapped() -> Any:
-        return torch.func.vmap(make("GRU"))(torch.randn(2, TIME, BATCH, FEATURES))
-
-    def packed() -> Any:
-        x = torch.nn.utils.rnn.pack_sequence([torch.randn(3, FEATURES), torch.randn(1, FEATURES)])
-        return make("LSTM")(x)
-
-    def both_ways_with_resets() -> Any:
-        module, x = make("GRU", bidirectional=True), torch.randn(TIME, BATCH, FEATURES)
-        return module(x, reset=draw_marks(module))
-
-    def given_at_resets() -> Any:
-        module, x = make("RNN"), torch.randn(TIME, BATCH, FEATURES)
-        return module(x, reset=draw_marks(module), reset_hx=torch.randn(1, BATCH, HIDDEN))
-
-    def mapped_resets() -> Any:
-        module, x = make("GRU"), torch.randn(TIME, BATCH, FEATURES)
-        marks = torch.stack([draw_marks(module) for _ in range(2)])
-        return torch.func.vmap(lambda reset: module(x, reset=reset))(marks)
-
-    def strided_states() -> Any:
-        states = [torch.randn(1, HIDDEN, BATCH).transpose(1, 2) for _ in range(2)]
-        return make("LSTM")(torch.randn(TIME, BATCH, FEATURES), tuple(states))
-
-    found = (
-        *(padded, both_ways, wide, empty, reference, misaligned, mapped, packed, strided_states),
-        *(both_ways_with_resets, given_at_resets, mapped_resets),
-    )
-    return {each.__name__: each for each in found}
+def randn(*sizes: int) -> Tensor:
+    return torch.randn(sizes or (TIME, BATCH, FEATURES))
 
 
-@pytest.mark.parametrize("name", left_to_others())
+def marked(module: Any, **how: Any) -> Any:
+    return module(randn(), reset=draw_marks(module), **how)
+
+
+def mapped_resets() -> Any:
+    module, x = make("GRU"), randn()
+    marks = torch.stack([draw_marks(module) for _ in range(2)])
+    return torch.func.vmap(lambda reset: module(x, reset=reset))(marks)
+
+
+LEFT_TO_OTHERS: dict[str, Callable[[], Any]] = {
+    "padded": lambda: nn.LSTM(FEATURES, 20)(randn()),
+    "both ways": lambda: make("LSTM", bidirectional=True)(randn()),
+    "wide": lambda: make("LSTM").double()(randn().double()),
+    "no rows": lambda: make("GRU")(randn(TIME, 0, FEATURES)),
+    "no steps": lambda: make("GRU")(randn(0, BATCH, FEATURES)),
+    "reference": lambda: make("RNN", backend="reference")(randn()),
+    "misaligned": lambda: make("RNN")(
+        randn(TIME * BATCH * FEATURES + 1)[1:].view(TIME, BATCH, FEATURES)
+    ),
+    "mapped": lambda: torch.func.vmap(make("GRU"))(randn(2, TIME, BATCH, FEATURES)),
+    "packed": lambda: make("LSTM")(
+        torch.nn.utils.rnn.pack_sequence([randn(3, FEATURES), randn(1, FEATURES)])
+    ),
+    "strided states": lambda: make("LSTM")(
+        randn(), tuple(randn(1, HIDDEN, BATCH).transpose(1, 2) for _ in range(2))
+    ),
+    "both ways with resets": lambda: marked(make("GRU", bidirectional=True)),
+    "states at resets": lambda: marked(make("RNN"), reset_hx=randn(1, BATCH, HIDDEN)),
+    "mapped resets": mapped_resets,
+}
+
+
+@pytest.mark.parametrize("name", LEFT_TO_OTHERS)
 def test_what_is_left_to_others(name: str, solved: Runs) -> None:
-    left_to_others()[name]()
+    LEFT_TO_OTHERS[name]()
     assert not solved
 
 
