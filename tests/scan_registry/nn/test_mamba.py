@@ -1,4 +1,5 @@
-"""``Mamba``: mamba_ssm's constructor, parameters and initial values; its output in plain torch; and generation."""
+"""``Mamba``: mamba_ssm's constructor, parameters and initial values; its output in plain torch; and its caches.
+``test_mamba2_generation.py`` has the generation that it shares with ``Mamba2``."""
 
 from __future__ import annotations
 
@@ -126,46 +127,7 @@ def test_it_is_the_block(options: dict[str, Any]) -> None:
     )
 
 
-def test_under_autocast() -> None:
-    m, hidden = nn.Mamba(8), torch.randn(2, LENGTH, 8)
-    expected = m(hidden)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = m(hidden)
-        states = m.allocate_inference_cache(2, LENGTH)
-        with torch.no_grad():
-            steps = [m(x, states=states) for x in hidden.split(1, 1)]
-    assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.01)
-    torch.testing.assert_close(torch.cat(steps, 1).float(), expected, rtol=0.05, atol=0.01)
-
-
 # --- Generation -------------------------------------------------------------------------------
-
-
-def test_inference_params_are_mamba_ssms() -> None:
-    m, hidden = wide(layer_idx=3), torch.randn(2, LENGTH, 8).double()
-    params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
-    with torch.no_grad():
-        for _ in range(2):  # the second time from states that are to be forgotten
-            params.seqlen_offset = 0
-            outputs = [m(hidden[:, :5], params)]
-            for t in range(5, LENGTH):
-                params.seqlen_offset = t
-                outputs.append(m(hidden[:, t : t + 1], inference_params=params))
-            torch.testing.assert_close(torch.cat(outputs, 1), m(hidden))
-    assert [*params.key_value_memory_dict] == [3]
-
-
-def test_derivatives_end_at_states() -> None:
-    m, hidden = wide(), torch.randn(2, LENGTH, 8).double().requires_grad_()
-    states = m.allocate_inference_cache(2, LENGTH)
-    m(hidden[:, :5], states=states)
-    later = m(hidden[:, 5:], states=states)
-    torch.testing.assert_close(later, m(hidden)[:, 5:])
-    (result,) = torch.autograd.grad(later.sum(), hidden)
-    assert not result[:, :5].any()
-    (whole,) = torch.autograd.grad(m(hidden)[:, 5:].sum(), hidden)
-    torch.testing.assert_close(result[:, 8:], whole[:, 8:])
 
 
 @pytest.mark.parametrize(

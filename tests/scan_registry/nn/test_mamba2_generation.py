@@ -83,11 +83,25 @@ def test_the_states_after_numbered_sequences_are_the_last_ones() -> None:
         torch.testing.assert_close(y[:, :end], m(hidden[:, :end], states=first))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_inference_params_are_mamba_ssms(packed: bool) -> None:
-    m, hidden = made(layer_idx=3), given()
+# --- With Mamba, too ---------------------------------------------------------------------------
+
+
+def mamba(**options: Any) -> nn.Mamba:
+    torch.manual_seed(0)
+    return nn.Mamba(8, **options).to(options.get("dtype", torch.float64))
+
+
+EITHER = pytest.mark.parametrize("new", [mamba, made], ids=["Mamba", "Mamba2"])
+
+
+@pytest.mark.parametrize(
+    ("new", "packed"),
+    [(mamba, False), (made, False), (made, True)],
+    ids=["Mamba", "Mamba2", "packed"],
+)
+def test_inference_params_are_mamba_ssms(new: Any, packed: bool) -> None:
+    m, hidden = new(layer_idx=3), given()
     params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
-    expected = block(m, hidden)
     with torch.no_grad():
         for _ in range(2):  # the second time from states that are to be forgotten
             params.seqlen_offset = 0
@@ -101,12 +115,13 @@ def test_inference_params_are_mamba_ssms(packed: bool) -> None:
             for t in range(5, LENGTH):
                 params.seqlen_offset = t
                 outputs.append(m(hidden[:, t : t + 1], inference_params=params))
-            torch.testing.assert_close(torch.cat(outputs, 1), expected)
+            torch.testing.assert_close(torch.cat(outputs, 1), m(hidden))
     assert [*params.key_value_memory_dict] == [3]
 
 
-def test_derivatives_end_at_states() -> None:
-    m, hidden = made(), given().requires_grad_()
+@EITHER
+def test_derivatives_end_at_states(new: Any) -> None:
+    m, hidden = new(), given().requires_grad_()
     states = m.allocate_inference_cache(2, LENGTH)
     m(hidden[:, :5], states=states)
     later = m(hidden[:, 5:], states=states)
@@ -115,3 +130,18 @@ def test_derivatives_end_at_states() -> None:
     assert not gradient[:, :5].any()
     (whole,) = torch.autograd.grad(m(hidden)[:, 5:].sum(), hidden)
     torch.testing.assert_close(gradient[:, 8:], whole[:, 8:])
+
+
+@EITHER
+def test_under_autocast(new: Any) -> None:
+    m, hidden = new(dtype=torch.float32), given().float()
+    expected = m(hidden)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = m(hidden)
+        states = m.allocate_inference_cache(2, LENGTH)
+        with torch.no_grad():
+            steps = [m(x, states=states) for x in hidden.split(1, 1)]
+    assert outputs.dtype == torch.bfloat16
+    scale = float(expected.detach().abs().max())
+    torch.testing.assert_close(outputs.float(), expected, rtol=0.05, atol=0.02 * scale)
+    torch.testing.assert_close(torch.cat(steps, 1).float(), expected, rtol=0.05, atol=0.02 * scale)
