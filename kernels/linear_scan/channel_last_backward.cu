@@ -7,12 +7,12 @@
 // which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h).
 // The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
-// channels), channel_stream.cuh (few, staged in shared memory), unaligned_columns.cuh (rows at any address) and
+// channels), channel_stream.cuh (few, staged in shared memory), narrow_columns.cuh (at most 32, rows at any address) and
 // channel_last.cuh (generic, held in registers).
 #include "../common/compiler.cuh"
-#if UNALIGNED
+#if NARROW
 #define BACKWARD 1
-#include "unaligned_columns.cuh"
+#include "narrow_columns.cuh"
 #elif SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -156,7 +156,7 @@ __device__ void run_column(const Backward& of, const Column& column, const State
     }
 }
 #endif
-#elif STAGES && !UNALIGNED
+#elif STAGES && !NARROW
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
     using TilePrefix = ColumnTilePrefix;
@@ -281,7 +281,7 @@ struct BackwardTiles {
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
 // one gate: then it points to State, and lies as initial_state does; and four times the
-// time steps of a warp (single_wave.cuh), or the channels of a column (UNALIGNED).
+// time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -294,17 +294,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if UNALIGNED
-    const bool dense = gates_time == channels && states_grad_time == channels && grads_time == channels &&
-                       (!gates_grad || states_time == channels);
-    const Column column(channels, time, flags >> 2, grads_time * ITEM, dense, !(flags & 1));
-    const Plane from[] = {{gates, gates_batch, gates_time},
-                          {states_grad, states_grad_batch, states_grad_time},
-                          {gates_grad ? states : nullptr, states_batch, states_time}};
-    const Plane to[] = {{gates_grad, grads_batch, grads_time}, {tokens_grad, grads_batch, grads_time}};
-    pass_over(column, from, to, States(final_state_grad, state_batch, state_channel, column),
-              States(initial_state_grad, state_batch, state_channel, column),
-              States(initial_state, state_batch, state_channel, column));
+#if NARROW
+    const Storage* const from[] = {gates + blockIdx.x * gates_batch, states_grad + blockIdx.x * states_grad_batch,
+                                   gates_grad ? states + blockIdx.x * states_batch : nullptr};
+    Storage* const to[] = {gates_grad ? gates_grad + blockIdx.x * grads_batch : nullptr,
+                           tokens_grad ? tokens_grad + blockIdx.x * grads_batch : nullptr};
+    const i64 own_state = blockIdx.x * state_batch + threadIdx.x * state_channel;
+    pass_over(Walk(channels, time, !(flags & 1)), from, to, final_state_grad ? final_state_grad + own_state : nullptr,
+              initial_state_grad ? initial_state_grad + own_state : nullptr,
+              initial_state ? initial_state + own_state : nullptr);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

@@ -7,14 +7,14 @@
 // The constants that a variant is compiled with (spec.py) choose one of four designs. Each header has a picture of its
 // tiles:
 //
-//     UNALIGNED       unaligned_columns.cuh  rows at any address
+//     NARROW          narrow_columns.cuh   at most 32 channels, rows at any address
 //     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
 //                                          (CTAS_PER_COLUMN > 1)
 //     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
 //     neither         channel_last.cuh     any strides and packed sequences; tiles are held in registers
-#if UNALIGNED
+#if NARROW
 #define BACKWARD 0
-#include "unaligned_columns.cuh"
+#include "narrow_columns.cuh"
 #elif SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -113,7 +113,7 @@ __device__ void run_column(const Forward& of, const Column& column, const States
     for (int v = 0; v < VECTOR; v++) after.write(v, pass.block_prefix.carried[v].x);
 }
 #endif
-#elif STAGES && !UNALIGNED
+#elif STAGES && !NARROW
 struct ForwardTiles {
     using Tiles = Ring<2, 32 * STEPS>;
     using TilePrefix = ColumnTilePrefix;
@@ -170,7 +170,7 @@ struct ForwardTiles {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; bit 1 is unused here;
-// the bits from 2 on are the number of time steps of a warp (single_wave.cuh), or of channels of a column (UNALIGNED).
+// the bits from 2 on are the number of time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -180,13 +180,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if UNALIGNED
-    const bool dense = gates_time == channels && tokens_time == channels && states_time == channels;
-    const Column column(channels, time, flags >> 2, tokens_time * ITEM, dense, flags & 1);
-    const Plane from[] = {{gates, gates_batch, gates_time}, {tokens, tokens_batch, tokens_time}};
-    const Plane to[] = {{states, states_batch, states_time}};
-    const States before(initial_state, state_batch, state_channel, column);
-    pass_over(column, from, to, before, States(final_state, state_batch, state_channel, column), before);
+#if NARROW
+    const Storage* const from[] = {gates + blockIdx.x * gates_batch, tokens + blockIdx.x * tokens_batch};
+    Storage* const to[] = {states + blockIdx.x * states_batch};
+    const i64 own_state = blockIdx.x * state_batch + threadIdx.x * state_channel;
+    const State* const before = initial_state ? initial_state + own_state : nullptr;
+    pass_over(Walk(channels, time, flags & 1), from, to, before, final_state ? final_state + own_state : nullptr, before);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan import registers, rings, space, unaligned
+from scan_registry.kernels.linear_scan import narrow, registers, rings, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
-from scan_registry.kernels.linear_scan.space import MISALIGNED, UNALIGNED, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
 
 
@@ -24,10 +24,10 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
         # In dtypes of 8 bytes, generic variants take short rows.
         return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
     if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
-        narrow = {**registers.WIDE, "lanes": registers.NARROW}
-        return mixed(layout) if ITEM_SIZE[dtype] == 8 else [registers.WIDE, narrow]
-    of_access = _unaligned_usual if access == UNALIGNED else _column_and_cut
-    return list(of_access(direction, dtype, access))
+        few = {**registers.WIDE, "lanes": registers.NARROW}
+        return mixed(layout) if ITEM_SIZE[dtype] == 8 else [registers.WIDE, few]
+    narrow_tiles = narrow.tiles(direction, dtype)
+    return list(narrow_tiles if access == NARROW else _column_and_cut(direction, dtype, access))
 
 
 def mixed(layout: Layout) -> Sequence[Tile]:
@@ -55,12 +55,6 @@ def packed_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
         rows, pieces = (10, 4) if direction == "forward" else (16, 2)
         tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
         yield from rings.resident(direction, dtype, tile | {"stages": 4, "prefix_lead": 2}, 1)
-
-
-def _unaligned_usual(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
-    """Columns of rows at any address."""
-    for tile, most in unaligned.usual(direction, dtype):
-        yield from rings.resident(direction, dtype, tile, most, access)
 
 
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -95,9 +89,8 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
     if access == "generic":
         of_dtype = space.cuda_time_last if layout == "time_last" else space.cuda_channel_last
         yield from of_dtype(dtype)
-    elif access == UNALIGNED:
-        for tile, most in unaligned.tiles(direction, dtype):
-            yield from rings.resident(direction, dtype, tile, most, access)
+    elif access == NARROW:
+        yield from narrow.tiles(direction, dtype)
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
     elif access == VARLEN:

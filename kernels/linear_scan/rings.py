@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from scan_registry.kernels.linear_scan import unaligned
+from scan_registry.kernels.linear_scan import narrow
 from scan_registry.kernels.linear_scan.problem import Direction
-from scan_registry.kernels.linear_scan.space import MISALIGNED, UNALIGNED, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE
 
 #: Bytes of shared memory that all CTAs of an SM may have together.
@@ -190,9 +190,9 @@ def resident(
 
 def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a CTA's ring."""
+    if access == NARROW:
+        return narrow.shared(direction, tile)
     inputs = 2 if direction == "forward" else 3
-    if access == UNALIGNED:
-        return unaligned.shared(direction, tile)
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:
         pieces = inputs * 32 * int(tile["pieces"])

@@ -33,8 +33,10 @@ ACCESSES = ("aligned", "generic")
 VARLEN = "varlen"
 #: Rows that start or end off a 16-byte boundary, at the same offset to it in all tensors.
 MISALIGNED = "misaligned"
-#: Rows of contiguous channels that start anywhere, in each tensor at an offset of its own.
-UNALIGNED = "unaligned"
+#: Rows of few contiguous channels, without gaps, that start anywhere, in each tensor at an offset of its own.
+NARROW = "narrow"
+#: Both, by the layout; of several that take a problem, the first.
+NOT_ALIGNED = {"time_last": (MISALIGNED,), "channel_last": (NARROW, MISALIGNED)}
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]
@@ -54,13 +56,13 @@ COLUMN_WEIGHTS = {"channels": 0.1, "time": 0.125}
 def scans(
     tiles: Tiles, accesses: Sequence[str] = ACCESSES, mixed: Sequence[Tile] | None = None
 ) -> Space:
-    """Variants of a forward or backward kernel, for every kind; mixed dtypes, and dtypes of 8 bytes in misaligned or
-    unaligned rows, have generic access alone. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
+    """Variants of a forward or backward kernel, for every kind; mixed dtypes, and dtypes of 8 bytes in misaligned
+    rows, have generic access alone. Mixed dtypes have the tiles ``mixed``, or those of their tokens."""
     kinds = [
         *(
             (dtype, dtype, access)
             for dtype, access in product(DTYPES, accesses)
-            if access not in (MISALIGNED, UNALIGNED) or ITEM_SIZE[dtype] < 8
+            if access != MISALIGNED or ITEM_SIZE[dtype] < 8
         ),
         *((dtype, gates, "generic") for dtype, gates in MIXED),
     ]

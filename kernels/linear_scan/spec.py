@@ -3,9 +3,8 @@
 Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
-Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` likewise those whose
-sequences are packed, ``misaligned`` those whose rows start or end off a 16-byte boundary, ``unaligned`` many contiguous
-channels whose rows start anywhere; ``generic`` takes all.
+Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
+16-byte boundaries, ``narrow`` few contiguous channels of float32 at any address; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
     columns,
     cuda_tiles,
+    narrow,
     packed,
     registers,
     rings,
@@ -25,7 +25,6 @@ from scan_registry.kernels.linear_scan import (
     space,
     streams,
     timing_model,
-    unaligned,
 )
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
@@ -121,7 +120,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     if access == "varlen" and problem.sequences == 0:
         return "no sequences are packed"
-    if access in ("aligned", space.MISALIGNED, space.UNALIGNED) and problem.sequences > 0:
+    if access in ("aligned", space.MISALIGNED, space.NARROW) and problem.sequences > 0:
         return "sequences are packed"
     if access != "generic" and not problem.plain():
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
@@ -155,7 +154,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "VARLEN": int(statics.get("access") == "varlen"),
         "MAY_RESET": _may_reset(variant),
         "MISALIGNED": int(statics.get("access") == "misaligned"),
-        **({"UNALIGNED": 1} if unaligned.is_unaligned(variant) else {}),
+        **({"NARROW": 1, "AREA": narrow.AREA} if narrow.is_narrow(variant) else {}),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
         "CTAS_PER_COLUMN": 1,
@@ -218,7 +217,7 @@ def _may_spill(kernel: str, defaults: Space) -> Iterator[Variant]:
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    accesses = (*space.ACCESSES, *(space.UNALIGNED, space.MISALIGNED)[time_last:], space.VARLEN)
+    accesses = (*space.ACCESSES, *space.NOT_ALIGNED[layout], space.VARLEN)
     # Of contiguous channels, generic variants take packed sequences where tables name no other.
     usual = accesses if time_last else accesses[:-1]
     defaults = scans(partial(cuda_tiles.usual, layout, direction), usual, cuda_tiles.mixed(layout))

@@ -17,8 +17,8 @@ from processes import captured
 from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan.narrow import is_narrow
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.linear_scan.unaligned import is_unaligned
 from scan_registry.kernels.model import Variant
 
 #: (batch, channels, time): one step, lengths that fill no tile, many tiles, and few channels.
@@ -55,14 +55,14 @@ def ways(variant: Variant) -> set[object]:
 
 
 def chosen() -> Iterator[Variant]:
-    """As few as have between them all that there is to try: in three dtypes, complex64 where no other dtype has it. Unaligned
+    """As few as have between them all that there is to try: in three dtypes, complex64 where no other dtype has it. Narrow
     rows have tests of their own."""
     dtypes = ("float16", "float64")
     every = [*streamed()]
     every += [
         v
         for v in FAMILY.variants()
-        if v.language == "cuda" and v.text("dtype") not in dtypes and not is_unaligned(v)
+        if v.language == "cuda" and v.text("dtype") not in dtypes and not is_narrow(v)
     ]
     tries = {variant: ways(variant) for variant in every}
     missing = set[object]().union(*tries.values())

@@ -27,7 +27,6 @@ from scan_registry.diagnostics.doctor_words import condensed
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
-from scan_registry.hardware.target import Target
 
 
 def test_every_sample_is_asked_about(archive_factory: Factory, a_device: Describe) -> None:
@@ -105,13 +104,8 @@ def test_a_driver_that_is_too_old_for_the_ptx(archive_factory: Factory, a_device
     result = only(there, severity="error")
     assert result.remedies[0] == "install driver 575 or later, for CUDA 12.9"
     assert "falls to plain torch (reference): every kernel" in result.text
-    ptx = Target((8, 0), "compute")
-    kernels = [FAMILY.kernel(variant.kernel, variant.language) for variant in SOLVING_CUDA]
-    count = sum(
-        kernel.rules.serves(v.statics, ptx) for kernel, v in zip(kernels, SOLVING_CUDA, strict=True)
-    )
     assert (
-        f"{count} variants for compute_80: PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; "
+        f"{len(SOLVING_CUDA)} variants for compute_80: PTX ISA 8.8 for compute_80 needs a driver for CUDA 12.9; "
         "this one supports 12.4"
     ) in result.reasons
     enough = replace(there, device=a_device((8, 7), driver=(12, 9)))

@@ -1,0 +1,66 @@
+"""At most 32 contiguous channels of float32, in rows without gaps that start at any address (``narrow_columns.cuh``): the
+tile, what takes it, and how it launches.
+
+One warp scans the channels of a batch, a thread each. Two copy tiles in, through a ring of ``stages``, and two copy results out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
+from scan_registry.kernels.linear_scan.space import NARROW, Tile
+from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
+
+#: Bytes of a tile of one tensor.
+AREA = 4096
+#: Channels at most: of the warp that scans.
+_CHANNELS = 32
+#: Batches, and scans of all batches, below which kernels that cut time are estimated to be faster: there is a CTA for each batch.
+_LEAST_BATCHES, _LEAST_SCANS = 64, 1024
+
+
+def is_narrow(variant: Variant) -> bool:
+    return dict(variant.statics).get("access") == NARROW
+
+
+def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """The one that every wheel holds, of float32."""
+    if dtype == "float32":
+        stages, blocks = (5, 4) if direction == "forward" else (4, 3)
+        yield {"warps": 5, "stages": stages, "blocks": blocks}
+
+
+def shared(direction: Direction, tile: Tile) -> int:
+    """Bytes of the ring of a CTA, and of two tiles of its results."""
+    inputs, results = (2, 1) if direction == "forward" else (3, 2)
+    return AREA * (int(tile["stages"]) * inputs + 2 * results)
+
+
+def times(variant: Variant) -> int:
+    """Time steps of a tile that has as many channels as it can."""
+    return AREA // (_CHANNELS * ITEM_SIZE[variant.text("dtype")])
+
+
+def fits_rows(problem: LinearScanProblem) -> bool:
+    """Whether rows follow one another without gaps, and not all are aligned."""
+    return (
+        problem.time > 1
+        and not problem.whole_chunks(problem.chunk())
+        and all(strides.time == problem.channels for strides in problem.rows_strides())
+    )
+
+
+def refuses(problem: LinearScanProblem) -> str | None:
+    """Why a problem whose rows fit is too wide, or too small."""
+    if problem.channels > _CHANNELS:
+        return f"{problem.channels} channels; it takes at most {_CHANNELS}"
+    scans = problem.batch * problem.channels
+    if problem.batch < _LEAST_BATCHES or scans < _LEAST_SCANS:
+        return f"{scans} scans in {problem.batch} batches would leave most of a GPU idle"
+    return None
+
+
+def launch(problem: LinearScanProblem) -> Launch:
+    """A CTA for each batch."""
+    return Launch((problem.batch, 1, 1), problem.scalars())
