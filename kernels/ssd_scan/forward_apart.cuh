@@ -26,7 +26,7 @@ enum : int {
     C_BYTES = ELEMENT_BYTES * CHUNK * STATES,
     STAGE = HEADS * X_BYTES + C_BYTES,  // x and B
     KEPT = ELEMENT_BYTES * SIZE * STATES,
-    AHEAD = STAGES - 2,  // chunks
+    CHUNKS_AHEAD = STAGES - 2,  // that x and B are copied
     CHUNKS = 8,          // of whose steps shared memory has decays
     // Barriers. All but the first are two, one for each warpgroup of outputs.
     STATES_MEET = 1,
@@ -123,13 +123,13 @@ struct Forward {
         float D[HEADS];
 #pragma unroll
         for (int h = 0; h < HEADS; h++) D[h] = args.D ? args.D[head + h] : 0;
-        if (first >= 2 - AHEAD) copy_x_and_B(first - (2 - AHEAD), first);
+        if (first >= 2 - CHUNKS_AHEAD) copy_x_and_B(first - (2 - CHUNKS_AHEAD), first);
         copy_C(first, first);
 #pragma unroll 1
         for (int i = first; i < chunks; i += 2) {
             float scores[CHUNK / 8][4], y[HEADS][SIZE / 8][4];
             meet_at<HANDED>(READY + first);
-            copy_x_and_B(i + AHEAD, first);  // where those of chunk i - 2 were
+            copy_x_and_B(i + CHUNKS_AHEAD, first);  // where those of chunk i - 2 were
             wait_for_x_and_B(i), wait_for_C(i);
             const auto C = along_k(C_tile(first));
             begin_products();
@@ -275,7 +275,7 @@ struct Forward {
         wait_for_copies<0>();
     }
     __device__ void wait_for_x_and_B(int i) const {
-        if (warp < 4 * HEADS) meet_at<HANDED>(COPIED + (i - AHEAD + 2) % 2);
+        if (warp < 4 * HEADS) meet_at<HANDED>(COPIED + (i - CHUNKS_AHEAD + 2) % 2);
     }
     __device__ void wait_for_C(int) const {}
     __device__ void store(const float (&y)[HEADS][SIZE / 8][4], int i, int) const {
