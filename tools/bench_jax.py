@@ -16,6 +16,7 @@ can be chosen by name. Exit status 1: a result is wrong, or memory grew.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import resource
@@ -24,6 +25,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -363,7 +366,12 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    results = {}
+    import jax
+
+    gpu = jax.devices("cuda")[0].device_kind
+    results: dict[str, Any] = {"gpu": gpu, "date": date.today().isoformat(), "jax": jax.__version__}
+    with suppress(ImportError):
+        results["torch"] = importlib.import_module("torch").__version__
     for name in args.sections or SECTIONS:
         results[name] = SECTIONS[name]()
         print(json.dumps({name: results[name]}, indent=1), flush=True)

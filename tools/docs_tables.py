@@ -226,6 +226,24 @@ def transformers_model(run: str) -> str:
     return f"{table(head, rows)}\n\n{where}"
 
 
+def jax() -> str:
+    """Scans under jit, beside torch's call and JAX's own scans."""
+    record = results.document("h200-jax")
+    ways = {"scan_registry.jax": "ours", "the torch call": "torch", "associative_scan": "associative_scan", "lax.scan": "lax.scan"}  # fmt: skip
+    rows = []
+    for row in record["speed"]:
+        both = (
+            f"{results.milliseconds(row[way])} / {results.milliseconds(row[f'{way}, with backward'])}"
+            if way in row
+            else ""
+            for way in ways.values()
+        )
+        last = "time" if row["dim"] == -1 else "channels"
+        rows.append([f"{tuple(row['shape'])}, {last} last", row["dtype"], *both])
+    where = f"Milliseconds, forward / with backward. Measured: {results.of_run('h200-jax')}."
+    return f"{table(('shape', 'dtype', *ways), rows)}\n\n{where}"
+
+
 def gpus() -> str:
     """Every GPU that doctor knows by name, and the tier of each language with a wheel of all archives."""
     by_capability: dict[Capability, list[str]] = {}
@@ -283,6 +301,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "first-calls": first_calls,
     "cold-start": cold_start,
     "mamba2": partial(transformers_model, results.MAMBA2),
+    "jax": jax,
     "nemotron_h": partial(transformers_model, results.NEMOTRON_H),
 }
 

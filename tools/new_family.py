@@ -119,9 +119,12 @@ def write(files: dict[Path, str], changed: dict[Path, str]) -> None:
 USED = {"describe", "kernel", "launch", "problem", "reference", "cases", "spec", "op", "function"}
 #: What C++ and CUDA call something else: types, and words that Python does not have.
 OF_CUDA = set(
-    "auto bool case catch char const default delete do double enum explicit extern float goto half inline int long mutable new "
-    "operator private protected public register short signed sizeof static struct switch template this throw typedef typename "
-    "union unsigned using virtual void volatile".split()
+    re.findall(
+        r"\w+",
+        """auto bool case catch char const default delete do double enum explicit extern float goto half inline int long mutable
+        new operator private protected public register short signed sizeof static struct switch template this throw typedef
+        typename union unsigned using virtual void volatile""",
+    )
 )
 
 
@@ -130,7 +133,9 @@ def check(name: str, root: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise Refused(f"{name!r} is no name of a Python module in small letters")
     kernels = root / "kernels"
-    if name in USED | OF_CUDA | set(dir(builtins)) or any(path.stem == name for path in kernels.glob("*")):
+    if name in USED | OF_CUDA | set(dir(builtins)) or any(
+        path.stem == name for path in kernels.glob("*")
+    ):
         raise Refused(f"{name!r} already names something in kernels, Python, C++ or CUDA")
 
 
