@@ -3,9 +3,9 @@
 // outputs of all heads: one multiplies while the other computes decays, and C·Bᵀ is one product for all heads.
 //
 //     warpgroup of head h, for each chunk i                warpgroups of outputs, for i = 0, 2, … and i = 1, 3, …
-//         wait until the states before i - 1 are READ          wait until chunk i is READY; start the copies of x and B of a later one
+//         wait until outputs have READ the kept states         wait until chunk i is READY; start copies of x and B of a later chunk
 //         states S to shared memory, rounded                   C·Bᵀ, and C·Sᵀ for each head
-//         READY: the states before chunk i are there           READ: the next states may be stored; start the copies of C of i + 2
+//         READY: the states before chunk i are there           READ: the next states may be kept; start the copy of C of chunk i + 2
 //         xᵀ scaled in registers                               decays times C·Bᵀ, masked
 //         S_end: that times B                                  C·Sᵀ scaled; masked C·Bᵀ times x; store
 //
@@ -27,8 +27,8 @@ enum : int {
     STAGE = HEADS * X_BYTES + C_BYTES,  // x and B
     KEPT = ELEMENT_BYTES * SIZE * STATES,
     CHUNKS_AHEAD = STAGES - 2,  // that x and B are copied
-    CHUNKS = 8,          // of whose steps shared memory has decays
-    // Barriers. All but the first are two, one for each warpgroup of outputs.
+    CHUNKS = 8,                 // of whose steps shared memory has decays
+    // Barriers. Each but the first stands for two, one for each warpgroup of outputs.
     STATES_MEET = 1,
     READY = 2,
     READ = 4,
@@ -143,7 +143,8 @@ struct Forward {
             wait_for_products<0>(scores);
 #pragma unroll
             for (int h = 0; h < HEADS; h++) wait_for_products<0>(y[h]);
-            // States have read x, whose memory outputs go through. Before READ: so states say it once for each time that this waits.
+            // States have read x, whose memory outputs go through. This comes before READ, so that states never say it twice before
+            // outputs have waited for it once.
             meet_at<HANDED>(X_READ + first);
             if (i + 1 < chunks) arrive_at<HANDED>(READ + first);
             copy_C(i + 2, first);
