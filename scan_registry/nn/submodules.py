@@ -12,7 +12,15 @@ from torch.nn.modules import module as torch_module
 def is_plain(module: nn.Module, *forwards: Callable[..., Any]) -> bool:
     """Whether a call runs one of ``forwards`` and nothing else. No hook, and no other forward (adapter, quantization,
     offloading). Parametrizations count as plain: reading the parameter computes them."""
-    return getattr(module.forward, "__func__", None) in forwards and not (
+    # Of the class, as Dynamo knows no ``__func__`` of a module's method. A scripted module's class has none. What sets a
+    # forward on one module, as offloading does, may set the class's own again afterwards.
+    forward: Any = getattr(type(module), "forward", None)
+    if "forward" in module.__dict__:
+        own = module.__dict__["forward"]
+        forward = (
+            getattr(own, "__func__", None) if getattr(own, "__self__", None) is module else None
+        )
+    return forward in forwards and not (
         module._forward_pre_hooks
         or module._forward_hooks
         or module._backward_pre_hooks
