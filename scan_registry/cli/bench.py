@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from scan_registry.cli import bench_distributed, bench_random
 from scan_registry.cli.errors import INTERRUPTED, UsageError
+from scan_registry.cli.parsing import Commands
 from scan_registry.cli.tables import by_reason, new_table, screen, show
 from scan_registry.dispatch.select import NoKernelError
 from scan_registry.ops.benchmark import PerformanceTarget
@@ -40,6 +41,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     named = _add_operator(commands, "bench", first).add_subparsers(
         dest="timed", metavar="what", title="what to time instead"
     )
+    assert isinstance(named, Commands)
+    named.own = first.name
     for operator in others:
         _add_operator(named, operator.name, operator)
     bench_distributed.add_parser(named)

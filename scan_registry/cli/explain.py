@@ -139,7 +139,8 @@ def _check_options(operator: Operator, args: argparse.Namespace) -> None:
     for name, (option, takers) in _options().items():
         value = getattr(args, name)
         if operator.name not in takers and value is not None and value is not False:
-            raise UsageError(f"{option.names[0]} is no option of {operator.name}")
+            end = f"; {operator.instead[name]}" if name in operator.instead else ""
+            raise UsageError(f"{option.names[0]} is no option of {args.operator}{end}")
 
 
 def _system(args: argparse.Namespace) -> System:

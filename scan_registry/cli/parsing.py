@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
 
         Options before a command of this command's own, as in ``bench --bs 4 distributed``, are that one's.
         """
-        words = list(args or ())
+        words = self._without_own_name(list(args or ()))
         before, options = self._before_command(words)
         for option in options:
             if option not in self._option_string_actions:
@@ -45,6 +45,21 @@ class Parser(argparse.ArgumentParser):
             )
         return parsed, rest
 
+    def _without_own_name(self, words: list[str]) -> list[str]:
+        """The words without the first command's own name, as in ``bench linear_scan``, where ``bench`` alone means the same."""
+        number, _ = self._before_command(words)
+        if number == len(words) or words[number] not in self._own_names():
+            return words
+        rest = [*words[:number], *words[number + 1 :]]
+        after, _ = self._before_command(rest)
+        if after < len(rest):
+            self.error(f"{words[number]!r} is one word too many before {rest[after]!r}")
+        return rest
+
+    def _own_names(self) -> set[str]:
+        actions = [action for action in self._actions if isinstance(action, Commands)]
+        return {action.own for action in actions if action.own is not None}
+
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith(("?", ".")) else "."
         complain(f"{PROGRAM}: error: {message}{end} See `{self.prog} --help`.")
@@ -55,7 +70,7 @@ class Parser(argparse.ArgumentParser):
         if not isinstance(action, Commands):
             super()._check_value(action, value)
         elif value not in action.choices:
-            names = list(action.choices)
+            names = [*([action.own] if action.own else []), *action.choices]
             guess = suggestion(value, names) or f"accepted are {', '.join(names)}"
             raise argparse.ArgumentError(None, f"{self.prog} has no command {value!r}; {guess}")
 
@@ -66,7 +81,7 @@ class Parser(argparse.ArgumentParser):
             for action in self._actions
             if isinstance(action, Commands)
             for name in action.choices
-        }
+        } | self._own_names()
         options, number = list[str](), 0
         while number < len(words):
             word = words[number]
@@ -93,9 +108,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class Commands(_SubParsers):
-    """Commands by name. ``summaries`` are what a list of them says of each."""
+    """Commands by name. ``summaries`` are what a list of them says of each. ``own`` is a name of what is done without any of
+    them; it may be given, and changes nothing."""
 
     summaries: Mapping[str, str] = {}
+    own: str | None = None
 
     def add_parser(self, name: str, **settings: Any) -> argparse.ArgumentParser:
         if name in self.summaries:

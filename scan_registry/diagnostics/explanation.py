@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
+from scan_registry.diagnostics.explanation_call import refuse_device
 from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
@@ -208,6 +209,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         if (for_jax := explained_for_jax(operator, args, kwargs)) is not None:
             return for_jax
     explained, name = called_by(operator)
+    refuse_device(explained, name, kwargs)
     if name != explained.name:
         args, kwargs = explained.call_of(name, args, kwargs)
     calls, device = _described(explained, args, kwargs)

@@ -13,6 +13,9 @@ from scan_registry.ops.registration import not_in_onnx
 class Exports(torch.nn.Module):
     """A module that torch.jit.script refuses with this package's message, and that torch.onnx can trace."""
 
+    #: Names of the functions of ``scan_registry`` that a call runs, which ``explain`` takes.
+    operators: tuple[str, ...] = ()
+
     def __prepare_scriptable__(self) -> Any:
         """torch.jit.script asks for this first; what it would say by itself names our insides."""
         raise RuntimeError(

@@ -73,6 +73,8 @@ class HGRN(ScanLayer):
         TypeError, ValueError: an argument is not as described.
     """
 
+    operators = ("hgrn",)
+
     def __init__(
         self,
         hidden_size: int,

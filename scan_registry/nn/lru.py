@@ -44,6 +44,7 @@ class LRU(ScanLayer):
     """
 
     is_complex = True
+    operators = ("linear_scan",)
 
     def __init__(
         self,

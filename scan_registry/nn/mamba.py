@@ -60,6 +60,8 @@ class Mamba(GeneratingBlock):
         TypeError, ValueError: an argument is not as described.
     """
 
+    operators = ("causal_conv1d", "selective_scan")
+
     def __init__(
         self,
         d_model: int,

@@ -70,6 +70,8 @@ class Mamba2(GeneratingBlock):
         TypeError, ValueError: an argument is not as described.
     """
 
+    operators = ("causal_conv1d", "ssd_scan")
+
     def __init__(
         self,
         d_model: int,

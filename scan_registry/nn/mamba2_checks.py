@@ -100,7 +100,11 @@ def packed_sequences(module: Mamba2, u: Tensor, seq_idx: Any, cu_seqlens: Any) -
         )
     if cu_seqlens is None:
         return batch
-    check_cu_seqlens(cu_seqlens, time)
     if batch != 1:
-        raise ValueError(f"{name}: Expected u of one batch row with cu_seqlens, got {batch}")
+        raise ValueError(
+            f"{name}: Expected u of one batch row with cu_seqlens, got {batch} rows of {time} steps, {tuple(u.shape)}. "
+            f"For rows that are packed each in its own way pass seq_idx of shape {(batch, time)} instead; or make one row of "
+            f"them, u.reshape(1, {batch * time}, {module.d_model}), and add {time} times the number of its row to each bound"
+        )
+    check_cu_seqlens(cu_seqlens, time)
     return int(cu_seqlens.shape[0]) - 1

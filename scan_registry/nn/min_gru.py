@@ -52,14 +52,13 @@ class _Minimal(ScanLayer):
     def __init__(
         self,
         dim: int,
-        expansion_factor: float = 1.0,
-        proj_out: bool | None = None,
-        *,
-        activation: Activation = "positive",
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        backend: Backend = "auto",
+        expansion_factor: float,
+        proj_out: bool | None,
+        activation: Activation,
+        batch_first: bool,
+        device: Device,
+        dtype: torch.dtype | None,
+        backend: Backend,
     ) -> None:
         check_sizes(dim=dim)
         check_positive(expansion_factor=expansion_factor)
@@ -203,6 +202,22 @@ class MinGRU(_Minimal):
     """
 
     projection, kind, parts = "to_hidden_and_gate", "min_gru", 2
+    operators = ("min_gru",)
+
+    def __init__(
+        self,
+        dim: int,
+        expansion_factor: float = 1.0,
+        proj_out: bool | None = None,
+        *,
+        activation: Activation = "positive",
+        batch_first: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        options = activation, batch_first, device, dtype, backend
+        super().__init__(dim, expansion_factor, proj_out, *options)
 
 
 class MinLSTM(_Minimal):
@@ -222,3 +237,19 @@ class MinLSTM(_Minimal):
     """
 
     projection, kind, parts = "to_hidden_and_f_i_gate", "min_lstm", 3
+    operators = ("min_lstm",)
+
+    def __init__(
+        self,
+        dim: int,
+        expansion_factor: float = 1.0,
+        proj_out: bool | None = None,
+        *,
+        activation: Activation = "positive",
+        batch_first: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        backend: Backend = "auto",
+    ) -> None:
+        options = activation, batch_first, device, dtype, backend
+        super().__init__(dim, expansion_factor, proj_out, *options)

@@ -41,6 +41,7 @@ class _Weights(NamedTuple):
 class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
     """What the modules share; parameters, their names and their initialisation are torch.nn's."""
 
+    operators: tuple[str, ...] = ("rnn",)
     function: Function
 
     def __init__(
@@ -76,6 +77,8 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         checks.check_heads(num_heads, hidden_size)
         self.backend: RnnBackend = backend
         self.num_heads = num_heads
+        if proj_size:  # there is no kernel
+            self.operators = ()
 
     def extra_repr(self) -> str:
         """As torch.nn's, and what else is not the default."""

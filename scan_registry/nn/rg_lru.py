@@ -51,6 +51,8 @@ class RGLRU(ScanLayer):
         TypeError, ValueError: an argument is not as described.
     """
 
+    operators = ("rg_lru",)
+
     def __init__(
         self,
         width: int,

@@ -175,6 +175,7 @@ class S5(ScanLayer):
     """
 
     is_complex = True
+    operators = ("linear_scan",)
 
     def __init__(
         self,

@@ -33,6 +33,13 @@ SHORT_DTYPES = {
     "float64": "fp64",
     "complex64": "c64",
 }
+#: For operators whose shape is batch, channels and time: what to say where ``--dim`` is given.
+WITHOUT_DIM: Mapping[str, str] = MappingProxyType(
+    {
+        "dim": "--shape is always batch, channels, time; if channels have stride 1, as in a tensor of (batch, time, channels), "
+        "say --channel-last"
+    }
+)
 #: By what each may be called.
 DTYPES = {word: name for name, short in SHORT_DTYPES.items() for word in (name, short)}
 MOST_ELEMENTS = 2**60  # their bytes can still be counted
@@ -78,6 +85,7 @@ class Operator(Protocol):
     options       of ``explain``, beside dtype, shape and backend
     others        further public functions whose calls are calls of the operator, by name, each with the options of ``explain``
                   that it stands for
+    instead       what to say where ``explain`` gets an option that other operators have, by its name in the parsed arguments
     backends      that the function accepts
     tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
                   where the kernels are never tuned
@@ -89,6 +97,7 @@ class Operator(Protocol):
     shape: str
     options: tuple[Option, ...] = ()
     others: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    instead: Mapping[str, str] = MappingProxyType({})
     backends: tuple[str, ...] = BACKENDS
     tuned_shapes: tuple[str, ...] = ()
     tuned_dtypes: tuple[str, ...] = ()
@@ -187,11 +196,18 @@ def called_by(function: Any) -> tuple[Operator, str]:
                 return operator, name
     accepted = ", ".join([*known, *(name for op in known.values() for name in op.others)])
     if isinstance(getattr(function, "forward", None), MethodType):
-        raise TypeError(
-            f"{type(function).__name__} is a module, and explain takes a function and the arguments of its call, such as "
-            f"explain(scan_registry.{next(iter(known))}, …); accepted are {accepted}"
-        )
+        raise TypeError(_about_module(function, next(iter(known)), accepted))
     raise TypeError(f"{function!r} cannot be explained; accepted are {accepted}")
+
+
+def _about_module(module: Any, usual: str, accepted: str) -> str:
+    """Why a module cannot be explained, and what can: modules of this package name the operators that they call."""
+    name, called = type(module).__name__, getattr(module, "operators", ())
+    text = f"{name} is a module, and explain takes a function and the arguments of its call"
+    if isinstance(called, tuple) and called:
+        which = "this" if len(called) == 1 else "these"
+        return f"{text}. {name} calls {' and '.join(called)}; explain {which}, such as explain(scan_registry.{called[0]}, …)"
+    return f"{text}, such as explain(scan_registry.{usual}, …); accepted are {accepted}"
 
 
 def operator_of(case: Case) -> Operator:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.operator import Operator, Option, ParsedCall, described_tensor
+from scan_registry.ops.operator import WITHOUT_DIM, Operator, Option, ParsedCall, described_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +18,7 @@ class CausalConv1d(Operator):
 
     name = "causal_conv1d"
     shape = "batch, channels and time"
+    instead = WITHOUT_DIM
     options = (
         Option("--width", type=int, metavar="N", help="taps of the filter; default: 4"),
         Option(

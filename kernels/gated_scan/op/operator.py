@@ -28,6 +28,7 @@ class GatedScan(operator.Operator):
     name = "gated_scan"
     shape = "batch, channels and time"
     others = {name: {"kind": name} for name in PUBLIC if name in KINDS}  # noqa: RUF012  # as options
+    instead = operator.WITHOUT_DIM
     options = (
         operator.Option(
             "--kind",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from scan_registry.ops.operator import (
@@ -51,6 +52,11 @@ class LinearScan(Operator):
             metavar="N",
             help="how many are packed along the time dimension",
         ),
+    )
+    instead = MappingProxyType(
+        {
+            "channel_last": "--dim names the time dimension of --shape: for tensors of (batch, time, channels) say --dim 1"
+        }
     )
     tuned_shapes = (
         *(f"time_last:8,1536,{time}" for time in (2048, 8192, 512, 65536, 128)),

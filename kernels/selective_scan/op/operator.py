@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.operator import PASSES, Operator, Option, ParsedCall, described_tensor
+from scan_registry.ops.operator import (
+    PASSES,
+    WITHOUT_DIM,
+    Operator,
+    Option,
+    ParsedCall,
+    described_tensor,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +40,7 @@ class SelectiveScan(Operator):
 
     name = "selective_scan"
     shape = "batch, channels and time"
+    instead = WITHOUT_DIM
     options = (
         Option("--states", type=int, metavar="N", help=f"of a channel; default: {_USUAL_STATES}"),
         Option("--groups", type=int, metavar="N", help="that B and C come in; default: 1"),

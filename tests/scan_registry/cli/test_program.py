@@ -42,6 +42,8 @@ def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         (["cache", "lst"], "cache has no command 'lst'; did you mean list?"),
         (["inspect", "--kernal=x"], "has no option --kernal; did you mean --kernel?"),
         (["bench", "--bss", "4", "rnn"], "bench has no option --bss; did you mean --bs?"),
+        (["bench", "linear_scan", "rnn"], "'linear_scan' is one word too many before 'rnn'."),
+        (["bench", "linear_scna"], "bench has no command 'linear_scna'; did you mean linear_scan?"),
         (["inspect", "-x"], "inspect has no option -x."),
         (["inspect", "more"], "'more' is one word too many."),
         (["hepl"], "no command 'hepl'; did you mean help?"),
@@ -51,6 +53,12 @@ def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_is_unknown_gets_a_suggestion(capsys: Capture, words: list[str], said: str) -> None:
     assert said in error(capsys, *words)
+
+
+@pytest.mark.parametrize("words", [[], ["--json"], ["--case", "rnn"]])
+def test_bench_takes_the_name_of_what_it_times_anyway(words: list[str]) -> None:
+    own = ["bench", *words, "linear_scan", "--fwd-only"]
+    assert parser(own).parse_args(own) == parser(own).parse_args(["bench", *words, "--fwd-only"])
 
 
 def printed(capsys: Capture, *words: str) -> str:

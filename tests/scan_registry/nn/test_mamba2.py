@@ -246,9 +246,18 @@ def test_constructors_refuse(options: dict[str, Any], error: type[Exception], wo
         (
             {"cu_seqlens": torch.tensor([0, 3])},
             ValueError,
-            "u of one batch row with cu_seqlens, got 2",
+            r"Mamba2: Expected u of one batch row with cu_seqlens, got 2 rows of 3 steps, \(2, 3, 8\)",
         ),
-        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "cu_seqlens"),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 6])},
+            ValueError,
+            r"seq_idx of shape \(2, 3\) .* u.reshape\(1, 6, 8\), and add 3 times the number",
+        ),
+        (
+            {"u": torch.zeros(1, 3, 8).double(), "cu_seqlens": torch.tensor([0, 4])},
+            ValueError,
+            "cu_seqlens",
+        ),
     ],
 )
 def test_inputs_that_do_not_fit(

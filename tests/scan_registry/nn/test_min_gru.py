@@ -126,3 +126,9 @@ def test_large_gates_are_finite(of: Any, formula: Any) -> None:
     y.square().mean().backward()
     assert y.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in m.parameters())
+
+
+@pytest.mark.parametrize("name", ["MinGRU", "MinLSTM"])
+def test_an_unknown_argument_is_refused_by_the_classs_name(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\.__init__\(\) got .* 'hidden_size'$"):
+        getattr(nn, name)(64, hidden_size=32)

@@ -16,7 +16,11 @@ from layers import FEATURES
 from networks import MAMBA, MODULES, PROJECTED, output
 from torch import Tensor
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+from scan_registry.ops.operator import operators
+from scan_registry.ops.registration import NAMESPACE
 
 EVERY = pytest.mark.parametrize("name", MODULES)
 BATCH, LENGTH = 2, 5
@@ -302,3 +306,31 @@ def test_inference_mode(name: str) -> None:
     with torch.no_grad():
         torch.testing.assert_close(output(own(x)), expected)
     assert output(module(x)).requires_grad
+
+
+# --- Operators ---------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Names of the package's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == NAMESPACE:
+            self.names.add(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_names_the_operators_that_it_calls(name: str) -> None:
+    """``explain`` tells these names. A kind of ``gated_scan`` is an operator in the public interface alone."""
+    module = MODULES[name]()
+    with torch.no_grad(), Calls() as calls:
+        module(torch.randn(2, 5, FEATURES))
+    kinds = operators()["gated_scan"].others
+    own = {"gated_scan" if operator in kinds else operator for operator in module.operators}
+    assert {called.partition("::")[2] for called in calls.names} == own
+    assert bool(own) == (name not in PROJECTED | {"LSTM projected both ways": None})

@@ -282,8 +282,51 @@ def test_functions_of_kinds_are_explained() -> None:
 
 def test_a_module_is_told_what_is_explained() -> None:
     with pytest.raises(
-        TypeError, match="MinGRU is a module, and explain takes a function"
+        TypeError, match="Linear is a module, and explain takes a function"
     ) as error:
-        scan_registry.explain(scan_registry.nn.MinGRU(4), torch.rand(1, 2, 4))
+        scan_registry.explain(torch.nn.Linear(4, 4), torch.rand(1, 2, 4))
     assert "gated_scan" in str(error.value)
     assert "min_lstm" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("MinGRU", "MinGRU calls min_gru; explain this"),
+        ("Mamba2", "Mamba2 calls causal_conv1d and ssd_scan; explain these"),
+    ],
+)
+def test_a_module_of_this_package_names_what_it_calls(name: str, words: str) -> None:
+    module = {
+        "MinGRU": lambda: scan_registry.nn.MinGRU(4),
+        "Mamba2": lambda: scan_registry.nn.Mamba2(8, headdim=8),
+    }[name]()
+    with pytest.raises(TypeError, match=words):
+        scan_registry.explain(module, torch.rand(1, 2, 4))
+
+
+def test_a_device_is_not_an_argument_of_a_call() -> None:
+    x = torch.rand(2, 3, 4)
+    with pytest.raises(TypeError, match="`scan-registry explain min_gru --for H100"):
+        scan_registry.explain(scan_registry.min_gru, x, x, device="H100")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["min_gru", "--dim", "1"], "--dim is no option of min_gru; --shape is always batch, "),
+        (["min_gru", "--dim", "1"], "of (batch, time, channels), say --channel-last"),
+        (["gated_scan", "--dim", "1"], "--dim is no option of gated_scan; --shape is always"),
+        (["selective_scan", "--dim", "1"], "say --channel-last"),
+        (["causal_conv1d", "--dim", "1"], "say --channel-last"),
+        (["linear_scan", "--channel-last"], "for tensors of (batch, time, channels) say --dim 1"),
+        (["min_gru", "--width", "4"], "--width is no option of min_gru. "),
+    ],
+)
+def test_another_operators_option_is_refused_with_what_to_say(
+    installed: Catalogue, capsys: Capture, words: list[str], message: str
+) -> None:
+    how = ["--dtype", "bf16", "--shape", "2,8,4096", "--arch", "sm_90"]
+    assert main(["explain", *words, *how]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in f"{said}. "
