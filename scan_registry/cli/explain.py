@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from scan_registry.catalog.inventory import catalogue
@@ -118,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError,
     ) as error:  # of the operator's own checks, too, or of SCAN_REGISTRY_REQUIRE
         raise UsageError(str(error)) from error
+    explanation = replace(explanation, driver_is_assumed=bool(args.arch) and args.driver is None)
     if args.json:
         call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
         print(json.dumps(document(explanation, call), indent=2))

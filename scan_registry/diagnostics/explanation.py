@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.catalog.inventory import Attestation, worst_attestations
-from scan_registry.diagnostics.explanation_call import refuse_device
+from scan_registry.diagnostics.explanation_call import heading, place, refuse_device
 from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
@@ -23,7 +23,7 @@ from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
-from scan_registry.kernels.model import PLAIN_TORCH, Launch
+from scan_registry.kernels.model import PLAIN_TORCH, Launch, Problem
 from scan_registry.ops.operator import KernelCall, Operator, called_by, operators
 
 _LABEL = 11  # columns before the text of a line
@@ -141,11 +141,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call would do, step by step; prints as text. ``device`` is None for the CPU."""
+    """What a call would do, step by step; prints as text. ``device`` is None for the CPU. ``problem`` is what the first kernel is
+    asked for, None where there is none. The driver is assumed where the device is described without one."""
 
     operator: str
     device: Device | None
     steps: tuple[Step, ...]
+    problem: Problem | None = None
+    driver_is_assumed: bool = False
 
     @property
     def runs(self) -> bool:
@@ -171,13 +174,9 @@ class Explanation:
         return "\n".join([self._title(), *(lines or [_EMPTY])])
 
     def _title(self) -> str:
-        there = self.device
-        where = (
-            f"{there.name} ({there.arch}), driver for CUDA {dotted(there.driver)}"
-            if there
-            else "the CPU"
-        )
-        return f"{self.operator} on {where}"
+        where = place(self.device, assumed=self.driver_is_assumed)
+        steps = [(step.name, step.decision) for step in self.steps]
+        return heading(self.operator, where, self.problem, steps)
 
     def __str__(self) -> str:
         return self.text()
@@ -252,6 +251,7 @@ def decided(
     former is there with backend "triton", as no family that has stand-ins is in Triton."""
     steps: list[Step] = []
     operator = operators()[name]
+    problem = next((call.alternatives(backend)[0][0] for call in calls.values()), None)
     for step, call in calls.items():
         of = family(operator.family_of(call))
         decision = select_first(there, of, call.alternatives(backend), lowest)
@@ -260,7 +260,7 @@ def decided(
             one = [(fused, call.alternatives(backend)[0][1])]
             both = select_first(there, of, one, min(lowest, Tier.PTX))
             if both.launch() and not faster_apart(both, decision):
-                return Explanation(name, there.device, (*steps, Step(step, (), both)))
+                return Explanation(name, there.device, (*steps, Step(step, (), both)), problem)
         stand_in = operator.stand_in(call)
         if stand_in is None or backend != "triton":
             steps.append(_step(step, call, decision))
@@ -269,7 +269,7 @@ def decided(
             other, inner = stand_in
             decision = select_first(there, family(other), inner.alternatives(backend), lowest)
             steps.append(_step(f"{step}, {other}", inner, decision))
-    return Explanation(name, there.device, tuple(steps))
+    return Explanation(name, there.device, tuple(steps), problem)
 
 
 def _step(name: str, call: KernelCall, decision: Decision) -> Step:

@@ -16,4 +16,5 @@ def explained_for_jax(function: Callable[..., Any], args: Any, kwargs: Any) -> E
         return None
     decisions, ordinal = decisions_of(function, args, kwargs)
     steps = tuple(Step(decision.problem.kernel, (), decision) for decision in decisions)
-    return Explanation(f"jax.{function.__name__}", system(ordinal).device, steps)
+    first = decisions[0].problem if decisions else None
+    return Explanation(f"jax.{function.__name__}", system(ordinal).device, steps, first)

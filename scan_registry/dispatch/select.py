@@ -232,10 +232,14 @@ def _outranked(loser: Candidate, winner: Candidate) -> str:
 
 
 def _less_liked(loser: Candidate, winner: Candidate) -> str:
+    if winner.ms is None and winner.cost == loser.cost:
+        return f"equal by the spec's estimate ({winner.cost:g}); the first in order is taken"
     if winner.ms is None:
         return f"the spec prefers the winner ({winner.cost:g} against {loser.cost:g})"
     if loser.ms is None:
         return "the nearest tuned problem's row names the winner, and not this"
+    if winner.ms == loser.ms:
+        return f"equal by the estimate ({winner.ms:g} ms); the first in order is taken"
     source = "the timing model estimates" if winner.rule == "timing_model" else "tuning found"
     return f"{source} the winner faster ({winner.ms:g} ms against {loser.ms:g})"
 

@@ -25,7 +25,15 @@ from selecting import (
 
 from scan_registry.artifact.archive import Archive
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.select import Candidate, NoKernelError, Rejected, System, advice, select
+from scan_registry.dispatch.select import (
+    Candidate,
+    NoKernelError,
+    Rejected,
+    System,
+    _less_liked,
+    advice,
+    select,
+)
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Language, Variant
 
@@ -266,3 +274,17 @@ def test_a_family_may_prefer_triton_for_a_problem(
     assert variant_of(pinned.taken()).language == "cuda"
     few = decide(a_device(), [archive], replace(problem, sequences=2), toolchains=compilers)
     assert variant_of(few.taken()).language == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("ms", "words"),
+    [
+        (None, "equal by the spec's estimate (3); the first in order is taken"),
+        (0.5, "equal by the estimate (0.5 ms); the first in order is taken"),
+    ],
+)
+def test_equal_numbers_are_said_to_be_equal(ms: float | None, words: str) -> None:
+    winner = Candidate(Tier.EXACT, cost=3.0, ms=ms)
+    assert _less_liked(winner, winner) == words
+    worse = replace(winner, cost=4.0, ms=None if ms is None else 0.6)
+    assert "equal" not in _less_liked(worse, winner)

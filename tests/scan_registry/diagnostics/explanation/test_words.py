@@ -27,8 +27,9 @@ import scan_registry
 from scan_registry.artifact import archive
 from scan_registry.artifact.archive import Archive
 from scan_registry.catalog.inventory import Attestation
+from scan_registry.cli import main
 from scan_registry.diagnostics import explanation
-from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.diagnostics.explanation import Explanation, explain_for
 from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Rejected, System
@@ -247,3 +248,71 @@ def test_what_cannot_be_explained(hopper: System) -> None:
         explained(hopper, backend="hip")
     with pytest.raises(ValueError, match="needs a CUDA device"):
         explained(System(None), backend="cuda")
+
+
+def heading(capsys: Capture, *words: str) -> list[str]:
+    """The command's first three lines."""
+    assert main(["explain", *words]) in (0, 1)
+    return capsys.readouterr().out.splitlines()[:3]
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (
+            ["linear_scan", "--shape", "8,64,4096"],
+            "bfloat16, batch · channels 512, time 4096; time is contiguous",
+        ),
+        (
+            ["linear_scan", "--shape", "2,3,4096,64", "--dim", "2", "--gates-dtype", "fp32"],
+            "bfloat16, gates float32, batch 6, channels 64, time 4096; channels are contiguous",
+        ),
+        (
+            ["linear_scan", "--shape", "1,4096,64", "--dim", "1", "--sequences", "3"],
+            "bfloat16, batch 1, channels 64, time 4096, packed sequences 3; channels are contiguous",
+        ),
+        (
+            ["min_gru", "--shape", "8,64,4096", "--channel-last"],
+            "min_gru, bfloat16, batch 8, channels 64, time 4096; channels are contiguous",
+        ),
+        (
+            ["ssd_scan", "--shape", "8,2048,80,64"],
+            "bfloat16, batch 8, heads 80, size of a head 64, time 2048",
+        ),
+    ],
+)
+def test_the_first_lines_say_what_was_understood(
+    capsys: Capture, words: list[str], call: str
+) -> None:
+    title, understood, first = heading(capsys, *words, "--dtype", "bf16", "--device", "cpu")
+    assert title.endswith(" on the CPU")
+    assert understood == f"  call       {call}"
+    assert first == "  first call Nothing compiles: the call is on the CPU"
+
+
+def test_a_driver_is_assumed_where_none_is_named(capsys: Capture) -> None:
+    words = ["linear_scan", "--dtype", "bf16", "--shape", "8,64", "--for", "H100"]
+    assert heading(capsys, *words)[0].endswith("(sm_90), assuming a driver for CUDA 13.1")
+    named = heading(capsys, *words, "--driver", "575")[0]
+    assert named.endswith("(sm_90), driver for CUDA 12.9")
+
+
+def test_the_first_lines_say_what_compiles(
+    hopper: System, a_device: Describe, archive_factory: Factory
+) -> None:
+    def first_call(result: Explanation) -> str:
+        return str(result).splitlines()[2].removeprefix("  first call ")
+
+    ptx = System(a_device((8, 7)), (archive_factory("ptx80"),))
+    here = System(a_device(), (), {"cuda": NVRTC, "triton": "Triton is missing"})
+    nothing = System(a_device())
+    exact, compiled, plain, by_driver = map(explained, (hopper, here, nothing, ptx))
+    machine_code = "Nothing compiles: machine code for sm_90 is installed"
+    assert first_call(exact) == machine_code
+    assert first_call(compiled).startswith("Compiled on your machine at the first call")
+    assert first_call(plain) == "Nothing compiles: no kernel is used"
+    assert first_call(by_driver).startswith("The driver compiles PTX at the first call")
+    both = replace(exact, steps=(exact.steps[0], by_driver.steps[1]))
+    assert first_call(both).startswith(f"forward: {machine_code}; backward: The driver compiles")
+    with policy.require("aot"):
+        assert first_call(explained(ptx)) == "Nothing compiles: nothing runs"
