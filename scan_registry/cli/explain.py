@@ -139,8 +139,7 @@ def document(explanation: Explanation, call: dict[str, Any]) -> dict[str, Any]:
 def _check_options(operator: Operator, args: argparse.Namespace) -> None:
     """Refuse options of other operators."""
     for name, (option, takers) in _options().items():
-        value = getattr(args, name)
-        if operator.name not in takers and value is not None and value is not False:
+        if operator.name not in takers and getattr(args, name) != option.default:
             end = f"; {operator.instead[name]}" if name in operator.instead else ""
             raise UsageError(f"{option.names[0]} is no option of {args.operator}{end}")
 

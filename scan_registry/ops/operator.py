@@ -57,6 +57,12 @@ class Option:
         """Under which name its value is found."""
         return self.names[0].lstrip("-").replace("-", "_")
 
+    @property
+    def default(self) -> Any:
+        """Its value where it is left out."""
+        flag = self.settings.get("action") == "store_true"
+        return self.settings.get("default", False if flag else None)
+
 
 class KernelCall(Protocol):
     """One kernel's part in an operator's call: inputs that are copied first, and the problems that it may pose."""

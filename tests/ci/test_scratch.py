@@ -30,6 +30,9 @@ TEMPLATE = ROOT / "tools" / "family"
 FAMILY = (DEVELOPERS / "family.md").read_text(encoding="utf-8")
 ARCHITECTURE = (DEVELOPERS / "architecture.md").read_text(encoding="utf-8")
 
+#: Of tests/kernels: the files of the emulator of a GPU.
+EMULATOR = ("conftest.py", "cuda_emulator.py", "emulator")
+
 needs_nvrtc = pytest.mark.skipif(
     isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
 )
@@ -173,7 +176,14 @@ def test_commands_know_a_family_that_is_only_a_folder(with_family: Path) -> None
 def test_a_new_family_passes_its_tests(copy: Path) -> None:
     """All that tools/new_family.py writes, under a name of two words."""
     kernels, tests = copy / "scan_registry" / "kernels", copy / "tests"
-    files = by_path.load_tool("new_family").family_files("twice_or_more", kernels, tests)
+    files = by_path.load_tool("new_family").family_files(
+        "twice_or_more", kernels, tests / "kernels"
+    )
+    for name in ("conftest.py", "support", *(f"kernels/{name}" for name in EMULATOR)):
+        (tests / name).parent.mkdir(parents=True, exist_ok=True)
+        put = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copyfile
+        put(ROOT / "tests" / name, tests / name)
+    shutil.copyfile(ROOT / "pyproject.toml", copy / "pyproject.toml")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -181,6 +191,12 @@ def test_a_new_family_passes_its_tests(copy: Path) -> None:
     said = run(copy, "-m", "pytest", *options, str(tests)).stdout
     assert re.search(r"\d+ passed", said)
     assert "failed" not in said
+    if shutil.which("g++") and not isinstance(jit.toolchains()["cuda"], str):
+        assert "skipped" not in said  # the emulator ran the kernel
+    for operator in ("linear_scan", "twice_or_more"):
+        words = ("--dtype", "fp32", "--shape", "2,8,64", "--device", "cpu")
+        explained = run(copy, "-m", "scan_registry", "explain", operator, *words).stdout
+        assert explained.startswith(operator)
 
 
 @needs_nvrtc

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 
 from scan_registry import explain
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
+from scan_registry.kernels.model import Variant
 from scan_registry.kernels.scale import cases, reference
 from scan_registry.kernels.scale.op.function import scale
 from scan_registry.kernels.scale.spec import FAMILY, ScaleProblem
@@ -36,6 +40,18 @@ def test_a_case_knows_right_from_wrong() -> None:
         assert case.error() > cases.TOLERANCE["float32"]
 
 
+@pytest.mark.parametrize("variant", KERNEL.variants, ids=str)
+def test_the_kernel_matches_the_reference(
+    variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """scale.cu, compiled for the CPU: its blocks and threads run in an order that the seed decides."""
+    library = cuda_emulator.emulated(KERNEL, variant, tmp_path)
+    for seed, trial in enumerate(cases.trials("float32", (*cases.QUICK, 257), "cpu")):
+        for case in trial.launches(KERNEL.name):
+            library.run(case.problem, case.tensors, seed)
+            assert case.error() <= cases.TOLERANCE["float32"], str(trial)
+
+
 @pytest.mark.skipif(isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed")
 @pytest.mark.parametrize("arch", ["sm80", "sm90", "ptx80"])
 def test_it_compiles_without_spills(arch: str) -> None:
@@ -46,10 +62,12 @@ def test_it_compiles_without_spills(arch: str) -> None:
 
 def test_the_function_on_the_cpu() -> None:
     x = torch.randn(3, 5)
-    torch.testing.assert_close(scale(x, 4), 4 * x)
-    torch.testing.assert_close(scale(x.mT), 2 * x.mT)
+    torch.testing.assert_close(scale(x, 4), reference.forward(x, 4))
+    torch.testing.assert_close(scale(x.mT), reference.forward(x.mT, 2))
     with pytest.raises(TypeError, match="float64"):
         scale(x.double())
+    with pytest.raises(TypeError, match="factor"):
+        scale(x, 0.5)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="derivative"):
         scale(x.requires_grad_())
 
@@ -57,7 +75,8 @@ def test_the_function_on_the_cpu() -> None:
 @pytest.mark.gpu
 def test_the_function_on_a_gpu() -> None:
     x = torch.randn(1000, 3, device="cuda")
-    torch.testing.assert_close(scale(x, 4), 4 * x, rtol=0, atol=0)
+    expected = reference.forward(x.double(), 4).float()
+    torch.testing.assert_close(scale(x, 4), expected, rtol=cases.TOLERANCE["float32"], atol=0)
 
 
 def test_explain_knows_it() -> None:

@@ -152,7 +152,10 @@ from scan_registry.ops.operator import Operator, Option, ParsedCall, described_t
 
 class Scale(Operator):
     name, shape = "scale", "any"
-    options = (Option("--reverse", action="store_true", help="backwards"),)
+    options = (
+        Option("--reverse", action="store_true", help="backwards"),
+        Option("--factor", type=int, default=2, help="of the product"),
+    )
     tuned_shapes, tuned_dtypes = ("vector:4096",), ("float32",)
     def parse(self, dtype, shape, given):
         how = {"reverse": given.reverse}
@@ -221,6 +224,19 @@ def test_explain_knows_it(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     assert "scale" in dir(scan_registry)
     assert function is operators()["scale"].function
     assert scan_registry.explain(function, torch.rand(8)).operator == "scale"
+
+
+@pytest.mark.usefixtures("_third")
+def test_an_option_with_a_default_concerns_its_operator_alone(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explain_command, "catalogue", lambda: Catalogue(()))
+    words = ["explain", "linear_scan", "--dtype", "fp32", "--shape", "2,8,64", "--arch", "sm_90"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.startswith("linear_scan")
+    for factor in ("0", "3"):
+        assert main([*words, "--factor", factor]) == 2
+        assert "--factor is no option of linear_scan" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("_third")

@@ -33,18 +33,20 @@ def scale(x: Tensor, factor: int = 2, *, backend: Backend = "auto") -> Tensor:
 
     Raises:
         RuntimeError: a derivative is asked for; there is none yet.
-        TypeError: ``x`` is not a tensor of float32.
+        TypeError: ``x`` is not a tensor of float32, or ``factor`` is no int.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs on this GPU.
     """
-    check(x)
+    check(x, factor)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError("scale has no derivative yet, and x requires one")
     out: Tensor = plan_cache.run(_plan, (x.contiguous(),), factor, backend)
     return out
 
 
-def check(x: Any) -> None:
+def check(x: Any, factor: Any) -> None:
     """Refuse what is not described, before anything is launched."""
+    if type(factor) is not int:
+        raise TypeError(f"factor is {factor!r}; expected an int")
     if not isinstance(x, Tensor) or x.dtype != torch.float32:
         raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}; expected a float32 tensor")
 
@@ -66,7 +68,7 @@ class KernelCall:
 
 def describe(x: Tensor, factor: int = 2, *, backend: Backend = "auto") -> dict[str, KernelCall]:
     """The problem that a call of ``scale`` with these arguments poses. Nothing is computed."""
-    check(x)
+    check(x, factor)
     return {"forward": KernelCall(ScaleProblem("float32", x.numel(), factor))}
 
 

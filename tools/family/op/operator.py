@@ -19,10 +19,12 @@ class Scale(Operator):
 
     name = "scale"
     shape = "any sizes"
-    options = (Option("--factor", type=int, default=2, help="what x is multiplied by"),)
+    options = (
+        Option("--factor", type=int, metavar="N", help="what x is multiplied by; default: 2"),
+    )
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
-        how = {"factor": args.factor}
+        how = {"factor": 2 if args.factor is None else args.factor}
         return ParsedCall((described_tensor(shape, dtype),), how, how)
 
     def run_on_cpu(self, problem: ScaleProblem, tensors: Mapping[str, Tensor | None]) -> None:
