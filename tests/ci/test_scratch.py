@@ -30,6 +30,7 @@ TEMPLATE = ROOT / "tools" / "family"
 FAMILY = (DEVELOPERS / "family.md").read_text(encoding="utf-8")
 ARCHITECTURE = (DEVELOPERS / "architecture.md").read_text(encoding="utf-8")
 
+QUIET = ("-q", "-p", "no:cacheprovider", "-m", "not gpu")
 #: Of tests/kernels: the files of the emulator of a GPU.
 EMULATOR = ("conftest.py", "cuda_emulator.py", "emulator")
 
@@ -173,22 +174,43 @@ def test_commands_know_a_family_that_is_only_a_folder(with_family: Path) -> None
     assert (command, status) == ("inspect", 0)
 
 
+def copy_tests(copy: Path, *more: str) -> None:
+    """The emulator of a GPU and what tests share, and more files of ``tests/``, beside the package's copy."""
+    for name in ("conftest.py", "support", *(f"kernels/{name}" for name in EMULATOR), *more):
+        target = copy / "tests" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        put = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copyfile
+        put(ROOT / "tests" / name, target)
+    shutil.copyfile(ROOT / "pyproject.toml", copy / "pyproject.toml")
+
+
+@pytest.mark.slow
+def test_a_new_gate_passes_its_tests(copy: Path) -> None:
+    """The kind of ``tools/new_family.py --gate``, as it is written: its header, and what runs on the CPU."""
+    by_path.load_tool("new_family").new_gate("decay", copy / "scan_registry")
+    folder = "kernels/gated_scan"
+    files = [
+        f"{folder}/{name}.py" for name in ("test_kinds", "op/test_gated_scan", "op/test_numbers")
+    ]
+    copy_tests(copy, *files)
+    said = run(
+        copy, "-m", "pytest", *QUIET, "-k", "decay", *(f"tests/{file}" for file in files)
+    ).stdout
+    assert re.search(r"\d\d passed", said)
+    assert "failed" not in said
+
+
 def test_a_new_family_passes_its_tests(copy: Path) -> None:
     """All that tools/new_family.py writes, under a name of two words."""
     kernels, tests = copy / "scan_registry" / "kernels", copy / "tests"
     files = by_path.load_tool("new_family").family_files(
         "twice_or_more", kernels, tests / "kernels"
     )
-    for name in ("conftest.py", "support", *(f"kernels/{name}" for name in EMULATOR)):
-        (tests / name).parent.mkdir(parents=True, exist_ok=True)
-        put = shutil.copytree if (ROOT / "tests" / name).is_dir() else shutil.copyfile
-        put(ROOT / "tests" / name, tests / name)
-    shutil.copyfile(ROOT / "pyproject.toml", copy / "pyproject.toml")
+    copy_tests(copy)
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    options = ("-q", "-p", "no:cacheprovider", "-m", "not gpu")
-    said = run(copy, "-m", "pytest", *options, str(tests)).stdout
+    said = run(copy, "-m", "pytest", *QUIET, str(tests)).stdout
     assert re.search(r"\d+ passed", said)
     assert "failed" not in said
     if shutil.which("g++") and not isinstance(jit.toolchains()["cuda"], str):

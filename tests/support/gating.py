@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.gated_scan.kinds import KINDS
+
 
 def sigmoid(x: Tensor) -> Tensor:
     return torch.where(x > 0, 1 / (1 + torch.exp(-x.abs())), 1 - 1 / (1 + torch.exp(-x.abs())))
@@ -40,8 +42,9 @@ def _hgrn(x: Tensor, forget: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(g), (1 - torch.exp(g)) * x * torch.sigmoid(x)
 
 
+Formula = tuple[int, int, Callable[..., tuple[Tensor, Tensor]]]
 #: By kind: how many sequences there are, how many values of channels, and what is made of one step's.
-FORMULAS: dict[str, tuple[int, int, Callable[..., tuple[Tensor, Tensor]]]] = {
+WRITTEN: dict[str, Formula] = {
     "linear": (2, 0, lambda gates, tokens: (gates, tokens)),
     "min_gru": (2, 0, lambda gate, hidden: _min_gru(gate, _g(hidden))),
     "min_gru_identity": (2, 0, _min_gru),
@@ -50,6 +53,23 @@ FORMULAS: dict[str, tuple[int, int, Callable[..., tuple[Tensor, Tensor]]]] = {
     "rg_lru": (3, 1, _rg_lru),
     "hgrn": (2, 1, _hgrn),
 }
+#: A kind whose formula nobody wrote down here is tested with its entry in ``KINDS``.
+FORMULAS: dict[str, Formula] = {
+    name: WRITTEN.get(name, (len(kind.inputs), len(kind.parameters), kind.gates))
+    for name, kind in KINDS.items()
+}
+
+
+def value_input(kind: str) -> int:
+    """The number of the first sequence whose infinite values make tokens that are not finite."""
+    count, parameters, formula = FORMULAS[kind]
+    for number in range(count):
+        inputs = [torch.tensor(0.5, dtype=torch.float64) for _ in range(count + parameters)]
+        inputs[number].fill_(torch.inf)
+        _, token = formula(*inputs)
+        if not token.isfinite():
+            return number
+    raise AssertionError(f"no sequence of {kind} makes its tokens infinite")
 
 
 def loop(

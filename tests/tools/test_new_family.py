@@ -72,7 +72,7 @@ def test_a_gate_is_a_header_and_a_line(
     assert begin(tool, tree, monkeypatch, "fade", "--gate") == 0
     assert "struct Kind" in (tree / "kernels/gated_scan/kinds/fade.cuh").read_text(encoding="utf-8")
     known = runpy.run_path(str(tree / KINDS))["KINDS"]
-    assert known["fade"].inputs == ("x", "step")
+    assert known["fade"].inputs == ("x", "s")
 
 
 @pytest.mark.parametrize(

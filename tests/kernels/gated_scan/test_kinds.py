@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from gating import WRITTEN
 from torch import Tensor
 
 from scan_registry.kernels import ROOT
@@ -219,7 +220,9 @@ def test_padding_leaves_states_and_gradients_as_they_are(kind: Kind, steps: Step
     parameters = len(kind.parameters)
     row = torch.zeros(1, len(kind.inputs) + parameters + 3)
     _, padding = steps(kind, row)
-    assert padding[-1] == 1
+    if not padding[-1]:  # PADS is false: kernels take no inputs past the end of a sequence
+        assert kind.name not in WRITTEN
+        pytest.skip("the kind has no padding")
     rows = torch.cat([padding[:-1].expand(50, -1), drawn(kind, 50, 1.0)[:, len(kind.inputs) :]], -1)
     rows[:, -3:] = torch.tensor([0.0, 0.0, 1.0])
     out, _ = steps(kind, rows)

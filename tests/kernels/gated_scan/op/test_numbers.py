@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gating import FORMULAS, drawn, loop
+from gating import FORMULAS, drawn, loop, value_input
 from torch import Tensor
 
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, rg_lru
@@ -174,8 +174,7 @@ def test_what_is_not_finite_does_not_pass_a_reset(
         return x.select(time_first, time)
 
     # The input that makes the token, for one batch.
-    token = {"rg_lru": 0, "hgrn": 0}.get(kind, FORMULAS[kind][0] - 1)
-    at(tensors[token], spoilt_time)[0] = bad
+    at(tensors[value_input(kind)], spoilt_time)[0] = bad
     leaves = [t.requires_grad_() for t in tensors]
     options: Any = {"reset": reset, "dim": dim, "reverse": reverse}
     found = gated_scan(kind, *leaves, **options)
