@@ -2,7 +2,7 @@
 
     python tools/new_family.py NAME          kernels/NAME with spec, source, reference, cases and public function, and
                                              tests/kernels/NAME, from the template tools/family, which multiplies a tensor
-    python tools/new_family.py --gate NAME   kernels/gated_scan/kinds/NAME.cuh, and its line in kernels/gated_scan/kinds.py,
+    python tools/new_family.py --gate NAME   kernels/gated_scan/kinds/NAME.cuh, and its entry in kernels/gated_scan/kinds.py,
                                              from the example of docs/pages/developers/gates.md
 
 Neither writes over a file that is there. After it, install the package anew, and run `python tools/docs.py` and
@@ -12,10 +12,12 @@ Neither writes over a file that is there. After it, install the package anew, an
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import keyword
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,28 +117,63 @@ def write(files: dict[Path, str], changed: dict[Path, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-#: What the template's files already call something else.
-USED = {"describe", "kernel", "launch", "problem", "reference", "cases", "spec", "op", "function"}
 #: What C++ and CUDA call something else: types, and words that Python does not have.
-OF_CUDA = set(
-    re.findall(
-        r"\w+",
-        """auto bool case catch char const default delete do double enum explicit extern float goto half inline int long mutable
-        new operator private protected public register short signed sizeof static struct switch template this throw typedef
-        typename union unsigned using virtual void volatile""",
-    )
-)
+OF_CUDA = """
+auto bool case catch char const default delete do double enum explicit extern float goto half inline int long mutable new
+operator private protected public register short signed sizeof static struct switch template this throw typedef typename
+union unsigned using virtual void volatile
+"""
 
 
-def check(name: str, root: Path) -> None:
+def names_in(text: str) -> Iterator[str]:
+    """The names in a Python source: of modules, of what it binds and reads, of parameters and of attributes."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for module in (getattr(node, "module", None), *(alias.name for alias in node.names)):
+                yield from (module or "").split(".")
+        for field in ("id", "attr", "arg", "name", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield name
+
+
+def used() -> set[str]:
+    """What the template's files already call something else than the family, and ``scale.cu`` its parameters."""
+    sources = [path.read_text(encoding="utf-8") for path in sorted(TEMPLATE.rglob("*.py"))]
+    kernel = (TEMPLATE / "scale.cu").read_text(encoding="utf-8")
+    names = {name for text in sources for name in names_in(text)}
+    return (names | {*re.findall(r"\w+", kernel)}) - {"scale"}
+
+
+def check(name: str, root: Path, *, gate: bool) -> None:
     """Refuse what is no name of a module and of a function, or names something already."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise Refused(f"{name!r} is no name of a Python module in small letters")
-    kernels = root / "kernels"
-    if name in USED | OF_CUDA | set(dir(builtins)) or any(
-        path.stem == name for path in kernels.glob("*")
-    ):
-        raise Refused(f"{name!r} already names something in kernels, Python, C++ or CUDA")
+    if not gate and (root / "kernels" / name / "spec.py").exists():
+        raise Refused(f"there is already a family {name}")
+    folders = (root, root / "kernels", root / "scan_registry")
+    if name in {path.stem for folder in folders for path in folder.glob("*")}:
+        raise Refused(f"{name!r} already names a file or folder of the repository")
+    if name in {*OF_CUDA.split(), *dir(builtins)} or (not gate and name in used()):
+        raise Refused(f"{name!r} already names something in Python, C++, CUDA or the template")
+
+
+# --- What comes next --------------------------------------------------------------------------
+
+FAMILY_STEPS = """
+Next, and the first two again after each change of {name}.cu:
+    pip install -e . -C archs=ptx80
+    pytest -q tests/kernels/{name}
+    python tools/docs.py
+    python tools/completion.py
+"""
+GATE_STEPS = """
+Next, and the first two again after each change of {name}.cuh:
+    pip install -e . -C archs=ptx80
+    pytest -q tests/kernels/gated_scan -k {name}
+    python tools/docs.py
+    python tools/completion.py
+"""
 
 
 def main() -> int:
@@ -146,13 +183,14 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the working copy")
     args = parser.parse_args()
     try:
-        check(args.name, args.root)
+        check(args.name, args.root, gate=args.gate)
         written = (new_gate if args.gate else new_family)(args.name, args.root)
     except Refused as reason:
         print(f"error: {reason}", file=sys.stderr)
         return 2
     for path in written:
         print(path.relative_to(args.root))
+    print((GATE_STEPS if args.gate else FAMILY_STEPS).format(name=args.name), end="")
     return 0
 
 

@@ -72,6 +72,10 @@ def _others() -> dict[str, tuple[Operator, Mapping[str, str]]]:
 def _operator(args: argparse.Namespace) -> Operator:
     """The operator that was named. Options that the name stands for are put into ``args``."""
     by_name, others = operators(), _others()
+    for operator in by_name.values():
+        if args.operator in operator.kinds:
+            advice = f"explain {operator.name} --kind {args.operator}"
+            raise UsageError(f"{args.operator} is a kind: {advice}")
     name = known("operator", args.operator, [*by_name, *others])
     if name in by_name:
         return by_name[name]

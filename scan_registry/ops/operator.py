@@ -92,6 +92,7 @@ class Operator(Protocol):
     others        further public functions whose calls are calls of the operator, by name, each with the options of ``explain``
                   that it stands for
     instead       what to say where ``explain`` gets an option that other operators have, by its name in the parsed arguments
+    kinds         values of ``--kind`` that no public function is named after
     backends      that the function accepts
     tuned_shapes  cases without their dtype, the most important first, to tune in all of ``tuned_dtypes``; none
                   where the kernels are never tuned
@@ -104,6 +105,7 @@ class Operator(Protocol):
     options: tuple[Option, ...] = ()
     others: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     instead: Mapping[str, str] = MappingProxyType({})
+    kinds: tuple[str, ...] = ()
     backends: tuple[str, ...] = BACKENDS
     tuned_shapes: tuple[str, ...] = ()
     tuned_dtypes: tuple[str, ...] = ()

@@ -25,7 +25,14 @@ def tool(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 @pytest.fixture
 def tree(tmp_path: Path, tool: ModuleType) -> Path:
     """The files of a working copy that are changed."""
-    for name in (PACKAGE, KINDS, "kernels/model.py", "kernels/common/types.cuh", str(tool.API)):
+    for name in (
+        PACKAGE,
+        KINDS,
+        "kernels/linear_scan/spec.py",
+        "kernels/model.py",
+        "kernels/common/types.cuh",
+        str(tool.API),
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
@@ -79,7 +86,16 @@ def test_a_gate_is_a_header_and_a_line(
     "words",
     [
         *(("linear_scan",), ("rg_lru", "--gate"), ("Sum",), ("class",), ("float",), ("describe",)),
-        *(("model",), ("common",), ("double", "--gate")),
+        *(
+            ("model",),
+            ("common",),
+            ("double", "--gate"),
+            ("torch",),
+            ("kernels",),
+            ("launching",),
+            ("factor",),
+        ),
+        *(("tensors",), ("blocks",), ("runtime",), ("kernel",)),
     ],
 )
 def test_what_is_there_or_no_name_is_refused(
@@ -93,3 +109,32 @@ def test_what_is_there_or_no_name_is_refused(
     assert begin(tool, tree, monkeypatch, *words) == 2
     assert capsys.readouterr().err.startswith("error: ")
     assert before == {path: path.read_bytes() for path in tree.rglob("*") if path.is_file()}
+
+
+def test_the_templates_own_name_is_accepted(
+    tool: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert begin(tool, tree, monkeypatch, "scale") == 0
+    assert (tree / "kernels/scale/scale.cu").exists()
+
+
+def test_a_family_that_is_there_is_named_as_one(
+    tool: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert begin(tool, tree, monkeypatch, "linear_scan") == 2
+    assert capsys.readouterr().err == "error: there is already a family linear_scan\n"
+
+
+@pytest.mark.parametrize("gate", [False, True], ids=["family", "gate"])
+def test_the_next_steps_are_printed(
+    tool: ModuleType,
+    tree: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    gate: bool,
+) -> None:
+    assert begin(tool, tree, monkeypatch, "fade", *(["--gate"] if gate else [])) == 0
+    _, _, steps = capsys.readouterr().out.partition("Next")
+    of = "tests/kernels/gated_scan -k fade" if gate else "tests/kernels/fade"
+    for step in ("pip install -e .", f"pytest -q {of}", "tools/docs.py", "tools/completion.py"):
+        assert step in steps

@@ -29,6 +29,7 @@ class GatedScan(operator.Operator):
     shape = "batch, channels and time"
     others = {name: {"kind": name} for name in PUBLIC if name in KINDS}  # noqa: RUF012  # as options
     instead = operator.WITHOUT_DIM
+    kinds = tuple(name for name in KINDS if name not in PUBLIC)
     options = (
         operator.Option(
             "--kind",

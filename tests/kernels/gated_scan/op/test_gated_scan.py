@@ -12,8 +12,7 @@ from harness import Call, OperatorTests, results
 from torch import Tensor
 
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, require, rg_lru
-from scan_registry.kernels.gated_scan import reference
-from scan_registry.kernels.gated_scan import PUBLIC
+from scan_registry.kernels.gated_scan import PUBLIC, reference
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op import composed
 

@@ -261,6 +261,9 @@ def test_a_kind_may_be_named_by_its_function(capsys: Capture) -> None:
         assert capsys.readouterr().out == printed
     assert main(["explain", "min_gru", "--kind", "hgrn", *how]) == 2
     assert "--kind is no option of min_gru" in capsys.readouterr().err
+    assert main(["explain", "min_lstm_identity", *how]) == 2
+    advice = "min_lstm_identity is a kind: explain gated_scan --kind min_lstm_identity"
+    assert advice in capsys.readouterr().err
 
 
 def test_functions_of_kinds_are_explained() -> None:
