@@ -208,3 +208,19 @@ def test_words_that_were_given_up_are_not_used(page: Path) -> None:
     for word, better in WORDS.items():
         result = re.search(rf"\b(?:{word})\b", text, re.IGNORECASE)
         assert result is None, f"{result[0]!r}: write {better}"
+
+
+def test_what_a_table_says_to_edit_is_there() -> None:
+    """Files of the repository, by their paths, and in one of a row's files each name that the row has."""
+    text = text_of("developers/paths.md")
+    section = text.partition("## Where to change what\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 8
+    for row in rows:
+        words = re.findall(r"`([^`]+)`", row)
+        paths = [word for word in words if "/" in word]
+        files = [list(ROOT.glob(path.replace("<family>", "*"))) for path in paths]
+        assert all(files), row
+        texts = [file.read_text(encoding="utf-8") for group in files for file in group]
+        for name in set(words) - set(paths):
+            assert any(re.search(rf"\b{name}\b", text) for text in texts), name
