@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -182,7 +183,7 @@ def _source(archive: Archive) -> str:
 def _print_kernels(
     console: Console, rows: Sequence[Row], installed: Catalogue, most_lines: int
 ) -> None:
-    """Print a line for each, but no more than that."""
+    """Print a line for each; if these are more than that, one line for each of the families that have the most kernels."""
     table = new_table(
         *("kernel", "languages", "dtypes", "archs", "variants>", "regs>?", "shared>?", "size>?"),
         "GPU-tested>!",
@@ -192,17 +193,34 @@ def _print_kernels(
     for archive, binary in rows:
         variant = binary.variant
         kernels.setdefault(f"{variant.family}.{variant.kernel}", []).append((archive, binary))
-    shown = max(1, most_lines - 7)
-    for name, group in list(kernels.items())[:shown]:
+    summed = _summed_families(list(kernels), most_lines - 7)
+    by_line: dict[str, list[Row]] = {}
+    for name, group in kernels.items():
+        family = name.partition(".")[0]
+        by_line.setdefault(summed.get(family, name), []).extend(group)
+    for name, group in by_line.items():
         archs = dict.fromkeys(archive.arch.label for archive, _ in group)
         every_arch = archs == everything and len(archs) > 1
         label = f"all {len(archs)}" if every_arch else " ".join(archs)
         table.add_row(name, *_kernel_cells([binary for _, binary in group], label, installed))
     if rows:
         show(console, table)
-        if len(kernels) > shown:
-            console.print(f"and {len(kernels) - shown} more: --family lists those of one family")
+        if summed:
+            console.print("--family lists the kernels of one family")
         say(console, _LEGEND, "dim")
+
+
+def _summed_families(kernels: Sequence[str], most: int) -> dict[str, str]:
+    """The families to print in one line each so that there are at most so many lines, and what the lines begin with. Each
+    family has a line, however few lines are asked for."""
+    sizes = Counter(name.partition(".")[0] for name in kernels)
+    lines, summed = len(kernels), {}
+    for family, size in sizes.most_common():
+        if lines <= most or size == 1:
+            break
+        summed[family] = f"{family}: {size} kernels"
+        lines -= size - 1
+    return summed
 
 
 def _kernel_cells(binaries: Sequence[Binary], archs: str, installed: Catalogue) -> tuple[str, ...]:

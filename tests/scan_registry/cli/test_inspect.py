@@ -100,13 +100,19 @@ def test_the_summary_says_what_is_gpu_tested(installed: Catalogue, capsys: Captu
     assert cells(out, "linear_scan.time_last_forward")[-1] == "1/4"
 
 
-def test_a_list_of_many_kernels_is_cut(
+def test_of_many_kernels_a_family_has_one_line(
     installed: Catalogue, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "MOST_LINES", 16)
     out = inspect(capsys)
-    assert "and 1 more: --family" in out
+    assert cells(out, "linear_scan:", "2", "kernels")[-1] == "1/6"
+    assert "linear_scan.time_last_forward" not in out
+    assert "--family lists the kernels of one family" in out
     assert len(out.splitlines()) <= 16
+    kernels = ["one.a", "three.a", "three.b", "two.a", "three.c", "two.b"]
+    assert command._summed_families(kernels, 6) == {}
+    assert command._summed_families(kernels, 4) == {"three": "three: 3 kernels"}
+    assert [*command._summed_families(kernels, 0)] == ["three", "two"]  # one line for each family
 
 
 def test_one_row_per_binary(installed: Catalogue, capsys: Capture) -> None:
