@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import build_meta
 
 ROOT = Path(__file__).parents[1]
@@ -22,6 +23,15 @@ ROOT = Path(__file__).parents[1]
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
 
 Settings = Mapping[str, Any] | None
+#: The first major version of setuptools that reads pyproject.toml as it is written.
+SETUPTOOLS = 77
+
+
+def _check_setuptools() -> None:
+    """``RuntimeError`` if it is too old, which pip does not check with ``--no-build-isolation``."""
+    version = setuptools.__version__
+    if int(version.partition(".")[0]) < SETUPTOOLS:
+        raise RuntimeError(f"this is setuptools {version}; building needs {SETUPTOOLS} or later")
 
 
 def _mount() -> None:
@@ -42,6 +52,7 @@ def _mount() -> None:
 
 
 def _archives(settings: Settings) -> None:
+    _check_setuptools()
     from scan_registry.aot.build import build_archives, check_archives
     from scan_registry.aot.pack import forget_tunings, leave_tunings, provenance
     from scan_registry.aot.plan import chosen_archs
@@ -84,16 +95,19 @@ def get_requires_for_build_editable(config_settings: Settings = None) -> list[st
 def prepare_metadata_for_build_wheel(
     metadata_directory: str, config_settings: Settings = None
 ) -> str:
+    _check_setuptools()
     return str(build_meta.prepare_metadata_for_build_wheel(metadata_directory))
 
 
 def prepare_metadata_for_build_editable(
     metadata_directory: str, config_settings: Settings = None
 ) -> str:
+    _check_setuptools()
     return str(build_meta.prepare_metadata_for_build_editable(metadata_directory))
 
 
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
+    _check_setuptools()
     return str(build_meta.build_sdist(sdist_directory))
 
 
