@@ -32,6 +32,9 @@ __device__ inline float log1p_of(float e) {
     return p * e;
 }
 // log(1 + exp(x)); above 20 it is x, as what is added vanishes in rounding.
+// Step sizes are this function of their inputs. The page docs/pages/developers/paths.md lists where else it is written: its
+// derivative in selective_scan/backward.cuh and ssd_scan/backward_chunk.cuh, C code for CPUs in scan_registry/csrc/cpu_math.h,
+// and the families' reference.py and jax_operator.py.
 template <bool NARROW = false>
 __device__ inline float softplus(float x) {
     return fmaxf(x, 0) + log1p_of<NARROW>(fast_exp2(-LOG2_E * fabsf(x)));
