@@ -1,6 +1,6 @@
 """The kinds of gated scan: how gate and token of h[t] = gate[t] * h[t-1] + token[t] follow from what networks compute.
 
-A kind is one line of ``KINDS`` and, for the kernels, one header ``kinds/<header>.cuh``. The line has a function in plain
+A kind is one entry of ``KINDS`` and, for the kernels, one header ``kinds/<header>.cuh``. The entry has a function in plain
 torch. The header is tested against this function, and the function runs where no kernel does. A kind that has a header
 ``cpu/kinds/<header>.h``, too, is computed in C on the CPU.
 
