@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.checks import refuse_layout
+from scan_registry.ops.checks import as_bool, refuse_layout
 
 _WIDE = (torch.float64, torch.complex128)
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A bool. 0 and 1 are taken for one, as the replaced functions take them; else ``TypeError``."""
+    return bool(value) if type(value) is int and value in (0, 1) else as_bool(name, value)
 
 
 def check_dense(name: str, value: Any) -> None:

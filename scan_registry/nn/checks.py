@@ -4,6 +4,7 @@ were expected and given. Nothing here is computed with, so a wrong call ends bef
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,15 @@ class StateDtypeError(TypeError, RuntimeError):
 # --- Constructors -----------------------------------------------------------------------------
 
 
-def check_constructor(num_layers: Any, dropout: Any, dtype: Any, backend: Any) -> None:
+def check_constructor(
+    sizes: Mapping[str, Any], bidirectional: Any, dropout: Any, dtype: Any, backend: Any
+) -> None:
     """Refuse what torch.nn.RNNBase does not, or only with a message about something else."""
-    if not isinstance(num_layers, int):
-        raise TypeError(f"num_layers should be of type int, got: {type(num_layers).__name__}")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
+    if not isinstance(bidirectional, bool):
+        raise TypeError(f"bidirectional should be of type bool, got: {bidirectional!r}")
     if not isinstance(dropout, numbers.Number):
         raise ValueError(f"dropout should be a number in range [0, 1], got: {dropout!r}")
     if dtype is not None and dtype not in ACCEPTED:
@@ -51,7 +57,7 @@ def check_heads(num_heads: Any, hidden_size: int) -> None:
     if not isinstance(num_heads, int) or isinstance(num_heads, bool):
         raise TypeError(f"num_heads should be of type int, got: {type(num_heads).__name__}")
     if num_heads <= 0:
-        raise ValueError("num_heads must be greater than zero")
+        raise ValueError(f"num_heads must be greater than zero, got: {num_heads}")
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size ({hidden_size}) must be divisible by num_heads ({num_heads})"

@@ -127,7 +127,7 @@ class GroupNorm(Exports):
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
             if size <= 0:
-                raise ValueError(f"{name} must be greater than zero")
+                raise ValueError(f"{name} must be greater than zero, got: {size}")
         if group_size is not None and hidden_size % group_size:
             raise ValueError(
                 f"group_size should divide hidden_size, got: {group_size} and {hidden_size}"

@@ -11,7 +11,8 @@ from torch.nn.functional import silu
 from scan_registry.kernels.gated_scan.op.arguments import channel_values
 from scan_registry.kernels.gated_scan.op.kinds import hgrn
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states, wide
-from scan_registry.nn.layer_checks import check_bound, check_positive, check_sizes
+from scan_registry.nn.layer_checks import check_bound, check_sizes
+from scan_registry.nn.mamba_checks import check_positive
 from scan_registry.nn.submodules import weights_of
 
 if TYPE_CHECKING:

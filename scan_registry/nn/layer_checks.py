@@ -35,7 +35,7 @@ def check_sizes(**sizes: Any) -> None:
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
         if size <= 0:
-            raise ValueError(f"{name} must be greater than zero")
+            raise ValueError(f"{name} must be greater than zero, got: {size}")
 
 
 def check_bools(**flags: Any) -> None:
@@ -43,15 +43,6 @@ def check_bools(**flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} should be of type bool, got: {value!r}")
-
-
-def check_positive(**values: Any) -> None:
-    """Refuse what is no finite number above 0."""
-    for name, number in values.items():
-        if not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} should be a number above 0, got: {number!r}")
-        if not math.isfinite(number) or number <= 0:
-            raise ValueError(f"{name} should be a number above 0, got: {number!r}")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -133,10 +124,13 @@ def check_scale(module: ScanLayer, scale: Any, sizes: Sequence[tuple[int, ...]],
     """Refuse what is no real number for all steps, or for those that ``sizes`` are the shapes of."""
     name = type(module).__name__
     if not isinstance(scale, Tensor):
-        if not isinstance(scale, numbers.Real):
+        if not isinstance(scale, numbers.Real) or isinstance(scale, bool):
             raise TypeError(
                 f"{name}: Expected step_scale to be a number or a Tensor, got {type(scale).__name__}"
             )
+        # NaN is neither; ``math.isfinite`` would break torch.compile's graph.
+        if not 0 < float(scale) < math.inf:
+            raise ValueError(f"{name}: Expected step_scale to be a number above 0, got {scale!r}")
         return
     if scale.layout != torch.strided or scale.is_nested:
         refuse_layout("step_scale", scale)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from scan_registry.kernels.linear_scan.op.function import linear_scan
 from scan_registry.nn.complex_maps import from_complex, into_complex, weight_from, weight_into
 from scan_registry.nn.layer import Device, ScanLayer, advance, map_states, wide
-from scan_registry.nn.layer_checks import check_positive, check_sizes
+from scan_registry.nn.layer_checks import check_sizes
+from scan_registry.nn.mamba_checks import check_positive
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend

@@ -13,8 +13,11 @@ from scan_registry.kernels.selective_state_update.op.function import selective_s
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
+    check_linear,
     check_options,
+    check_positive,
     check_ranks,
+    check_shape,
     check_sizes,
 )
 from scan_registry.nn.mamba_inner import (
@@ -90,6 +93,7 @@ class Mamba(GeneratingBlock):
             backend,
         )
         check_ranks(dt_rank, dt_init)
+        check_positive(dt_scale=dt_scale, dt_init_floor=dt_init_floor)
         check_options(dt_min, dt_max, conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
         super().__init__()
         self.d_model = d_model
@@ -188,17 +192,16 @@ class Mamba(GeneratingBlock):
             TypeError, ValueError: an argument is not as described.
         """
         check_hidden(self, hidden_states)
+        weights = self._weights()  # checked before states are changed
         before = self._states_before(
             hidden_states, hidden_states.shape[0], inference_params, states
         )
         if before is None:
-            y, _ = convolve_and_scan(
-                self._projected(hidden_states), self._weights(), backend=self.backend
-            )
+            y, _ = convolve_and_scan(self._projected(hidden_states), weights, backend=self.backend)
             return self._output(y.transpose(1, 2))
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
-            return self._step(hidden_states, *before)
-        return self._continued(hidden_states, *before)
+            return self._step(weights, hidden_states, *before)
+        return self._continued(weights, hidden_states, *before)
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -220,6 +223,13 @@ class Mamba(GeneratingBlock):
             matrix, bias = weights
             # A function: some weight classes support only ``linear``, with positional arguments.
             steps = lambda x: linear(x, matrix), bias
+            check_shape(self, "dt_proj.weight", matrix, (self.d_inner, self.dt_rank))
+            if bias is not None:
+                check_shape(self, "dt_proj.bias", bias, (self.d_inner,))
+        check_shape(self, "A_log", A_log, (self.d_inner, self.d_state))
+        check_shape(self, "D", D, (self.d_inner,))
+        check_linear(self, "x_proj", self.d_inner, self.dt_rank + 2 * self.d_state)
+        check_linear(self, "out_proj", self.d_inner, self.d_model)
         return Weights(
             *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(wide(A_log)), D),
         )
@@ -231,12 +241,14 @@ class Mamba(GeneratingBlock):
     def _output(self, y: Tensor) -> Tensor:
         return self.out_proj(y)  # type: ignore[no-any-return]
 
-    def _continued(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+    def _continued(
+        self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
+    ) -> Tensor:
         xz = self._projected(hidden_states)
         # Copies: what the backward pass needs must not change when the states do.
         before = States(conv_state[..., 1:].clone(), ssm_state.clone())
         y, after = convolve_and_scan(
-            xz, self._weights(), before=before, return_state=True, backend=self.backend
+            xz, weights, before=before, return_state=True, backend=self.backend
         )
         assert after is not None
         with torch.no_grad():
@@ -245,8 +257,9 @@ class Mamba(GeneratingBlock):
             ssm_state.copy_(after)
         return self._output(y.transpose(1, 2))
 
-    def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
-        weights = self._weights()
+    def _step(
+        self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
+    ) -> Tensor:
         x, z = self._projected(hidden_states).squeeze(-1).chunk(2, dim=-1)
         u = convolve_step(x, conv_state, weights.conv, weights.conv_bias, backend=self.backend)
         steps, B, C = projected(u, weights, 2).split([self.dt_rank, self.d_state, self.d_state], -1)

@@ -21,7 +21,9 @@ from scan_registry.nn.mamba2_inner import Sizes, Weights
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
+    check_linear,
     check_options,
+    check_shape,
     check_sizes,
 )
 from scan_registry.nn.mamba_inner import States
@@ -251,11 +253,12 @@ class Mamba2(GeneratingBlock):
         u = unfolded(self, u, seqlen)
         check_hidden(self, u, "u")
         sequences = packed_sequences(self, u, seq_idx, cu_seqlens)
+        weights = self._weights()  # checked before states are changed
         before = self._states_before(u, sequences, inference_params, states)
         packed = seq_idx is not None or cu_seqlens is not None
         if before is not None and u.shape[1] == 1 and not (packed or torch.is_grad_enabled()):
-            return folded(self._step(u, *before), seqlen)
-        weights, projected = self._weights(), self.in_proj(u)
+            return folded(self._step(weights, u, *before), seqlen)
+        projected = self.in_proj(u)
         # Copies: what the backward pass needs must not change when the states do.
         earlier = None if before is None else before[0][..., 1:].clone()
         y, after = mamba2_inner.convolve_and_scan(
@@ -285,13 +288,19 @@ class Mamba2(GeneratingBlock):
         conv: tuple[Any, Tensor | None] = self.conv1d, None
         if weights := weights_of(self.conv1d):
             conv = weights[0].squeeze(1), weights[1]
+        check_shape(self, "A_log", A_log, (self.nheads,))
+        check_shape(self, "D", D, (self.d_ssm if self.D_has_hdim else self.nheads,))
+        check_shape(self, "dt_bias", dt_bias, (self.nheads,))
+        check_linear(self, "out_proj", self.d_inner, self.d_model)
         if self.D_has_hdim:
             D = D.view(self.nheads, self.headdim)
         return Weights(*conv, -torch.exp(wide(A_log)), D, dt_bias, self.dt_limit)
 
-    def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+    def _step(
+        self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
+    ) -> Tensor:
         y = mamba2_inner.step(
-            *(self.in_proj(hidden_states.squeeze(1)), self._weights(), self._sizes),
+            *(self.in_proj(hidden_states.squeeze(1)), weights, self._sizes),
             *(self.norm if self.rmsnorm else None, States(conv_state, ssm_state)),
             backend=self.backend,
         )

@@ -14,7 +14,12 @@ from scan_registry.base.symbols import surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
 from scan_registry.nn.submodules import weights_of
-from scan_registry.ops.checks import as_index, refuse_expanded, refuse_layout
+from scan_registry.ops.checks import (
+    as_index,
+    refuse_inference,
+    refuse_layout,
+    refuse_shared_elements,
+)
 
 if TYPE_CHECKING:
     from scan_registry.nn.mamba_states import GeneratingBlock
@@ -31,11 +36,7 @@ def check_sizes(
     """Refuse arguments of the constructors of both blocks that are of the wrong type or out of range."""
     for name, size in sizes.items():
         check_size(name, size)
-    for name, number in numbers_.items():
-        if not isinstance(number, numbers.Real):
-            raise TypeError(f"{name} should be a number above 0, got: {number!r}")
-        if not math.isfinite(number) or number <= 0:
-            raise ValueError(f"{name} should be a number above 0, got: {number!r}")
+    check_positive(**numbers_)
     if int(numbers_["expand"] * sizes["d_model"]) < 1:
         raise ValueError(
             f"expand * d_model must be 1 or more, got: {numbers_['expand']!r} * {sizes['d_model']}"
@@ -47,6 +48,15 @@ def check_sizes(
             f"d_conv should be from {WIDTHS[0]} to {WIDTHS[1]}, got: {sizes['d_conv']}"
         )
     check_dtype_and_backend(dtype, backend)
+
+
+def check_positive(**values: Any) -> None:
+    """Refuse what is no finite number above 0."""
+    for name, number in values.items():
+        if not isinstance(number, numbers.Real) or isinstance(number, bool):
+            raise TypeError(f"{name} should be a number above 0, got: {number!r}")
+        if not math.isfinite(number) or number <= 0:
+            raise ValueError(f"{name} should be a number above 0, got: {number!r}")
 
 
 def check_ranks(dt_rank: Any, dt_init: Any) -> None:
@@ -70,7 +80,7 @@ def check_size(name: str, size: Any, others: str = "") -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{name} should be of type int{others}, got: {type(size).__name__}")
     if size <= 0:
-        raise ValueError(f"{name} must be greater than zero")
+        raise ValueError(f"{name} must be greater than zero, got: {size}")
 
 
 def check_options(least: float, most: float, **flags: Any) -> None:
@@ -124,6 +134,24 @@ def check_convolution(module: GeneratingBlock, channels: int) -> None:
             )
 
 
+def check_shape(module: nn.Module, what: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse a parameter of another shape than the module's own."""
+    if tuple(parameter.shape) != shape:
+        raise ValueError(
+            f"{type(module).__name__}: Expected {what} of size {shape}, got {tuple(parameter.shape)}"
+        )
+
+
+def check_linear(module: nn.Module, what: str, into: int, out: int) -> None:
+    """Refuse an ``nn.Linear`` in place of the module's own that has other sizes. Other modules are only called."""
+    linear: Any = getattr(module, what)
+    if type(linear) is nn.Linear and (linear.in_features, linear.out_features) != (into, out):
+        raise ValueError(
+            f"{type(module).__name__}: Expected {what} with in_features={into} and out_features={out}, got "
+            f"{linear.in_features} and {linear.out_features}"
+        )
+
+
 def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:
     """Refuse an input whose dtype differs from its projection's weight. Without a readable weight, refuse what is not
     floating-point."""
@@ -167,6 +195,7 @@ def check_states(
 ) -> None:
     """Refuse states of another size, dtype or device, and those that cannot be written in place: before anything is
     written to either of them."""
+    compiling = torch.compiler.is_dynamo_compiling()
     name, parameters = type(module).__name__, module.parameters_dtype
     conv_size, scan_size = module.state_sizes
     accepted = (torch.float64,) if parameters == torch.float64 else DTYPES[:3]
@@ -188,4 +217,37 @@ def check_states(
                 f"{name}: Expected {what} of dtype {', '.join(map(str, accepted))}, as parameters are of {parameters}, "
                 f"got {state.dtype}"
             )
-        refuse_expanded(what, state)
+        refuse_shared_elements(what, state)
+        if not compiling:
+            refuse_inference(what, state)
+    if not compiling and _share_memory(conv_state, ssm_state):
+        raise ValueError(
+            f"{name}: Expected conv_state and ssm_state in separate memory, got two views of the same; both are changed "
+            "in place, so pass ssm_state.clone()"
+        )
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors without shared elements of their own have memory in common, apart from rows of one buffer, of which
+    each has its part. False for tensors without addresses."""
+    if type(one) is not Tensor or type(other) is not Tensor:
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return False
+    begin, later = one.data_ptr(), other.data_ptr()
+    if begin > later:
+        one, other, begin, later = other, one, later, begin
+    if not begin or later - begin >= _extent(one, 0):  # 0 is the address of nothing
+        return False
+    row = one.stride(0) * one.element_size()
+    if row != other.stride(0) * other.element_size() or 1 in (one.shape[0], other.shape[0]):
+        return True
+    between = (later - begin) % row
+    return between < _extent(one, 1) or row - between < _extent(other, 1)
+
+
+def _extent(tensor: Tensor, first: int) -> int:
+    """The bytes from the first element to the end of the last one, over the dimensions from ``first`` on."""
+    sizes, strides = tensor.shape[first:], tensor.stride()[first:]
+    steps = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return (1 + steps) * tensor.element_size()

@@ -33,7 +33,12 @@ class GeneratingBlock(Exports):
         def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
             """Of one sequence's states: (channels, d_conv) of the convolution, and those of the scan."""
 
-        def _step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        def _weights(self) -> Any:
+            """The parameters, checked, as ``_step`` takes them."""
+
+        def _step(
+            self, weights: Any, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
+        ) -> Tensor:
             """The output of one step, (batch, 1, d_model); the states are changed in place."""
 
     def step(
@@ -60,7 +65,8 @@ class GeneratingBlock(Exports):
                 "for several, call the module with states=(conv_state, ssm_state)"
             )
         with torch.no_grad():
-            return self._step(hidden_states, conv_state, ssm_state), conv_state, ssm_state
+            y = self._step(self._weights(), hidden_states, conv_state, ssm_state)
+        return y, conv_state, ssm_state
 
     def allocate_inference_cache(
         self,
@@ -115,13 +121,14 @@ class GeneratingBlock(Exports):
                     f"{type(self).__name__}: Expected inference_params or states, got both"
                 )
             states = self._states_from(inference_params, sequences)
-            if inference_params.seqlen_offset == 0:
-                for state in states:
-                    state.zero_()
         if states is None:
             return None
         pair = as_pair(self, states)
         check_states(self, x, sequences, *pair)
+        if inference_params is not None and inference_params.seqlen_offset == 0:
+            with torch.no_grad():
+                for state in pair:
+                    state.zero_()
         return pair
 
     def _states_from(self, params: Any, sequences: int) -> tuple[Tensor, Tensor]:

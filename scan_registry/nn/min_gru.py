@@ -12,10 +12,10 @@ from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states
 from scan_registry.nn.layer_checks import (
     check_bools,
     check_choice,
-    check_positive,
     check_previous,
     check_sizes,
 )
+from scan_registry.nn.mamba_checks import check_positive
 from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import as_bool
 

@@ -60,7 +60,10 @@ class Recurrent(Exports, torch.nn.RNNBase, Generic[StateT]):
         num_heads: int = 1,
         proj_size: int = 0,
     ) -> None:
-        checks.check_constructor(num_layers, dropout, dtype, backend)
+        checks.check_constructor(
+            {"input_size": input_size, "hidden_size": hidden_size, "num_layers": num_layers},
+            *(bidirectional, dropout, dtype, backend),
+        )
         super().__init__(
             mode,
             input_size,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from scan_registry.kernels.gated_scan.op.kinds import rg_lru
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated
-from scan_registry.nn.layer_checks import check_divides, check_positive, check_sizes
+from scan_registry.nn.layer_checks import check_divides, check_sizes
+from scan_registry.nn.mamba_checks import check_positive
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from scan_registry.kernels.linear_scan.op.function import linear_scan
-from scan_registry.nn import layer_checks
+from scan_registry.nn import layer_checks, mamba_checks
 from scan_registry.nn.complex_maps import from_complex, into_complex, weight_from, weight_into
 from scan_registry.nn.hippo import normal_hippo
 from scan_registry.nn.layer import Device, ScanLayer, advance, wide
@@ -199,7 +199,7 @@ class S5(ScanLayer):
         state_width = width if state_width is None else state_width
         layer_checks.check_sizes(width=width, state_width=state_width, block_count=block_count)
         layer_checks.check_divides("block_count", block_count, "state_width", state_width)
-        layer_checks.check_positive(dt_min=dt_min, dt_max=dt_max)
+        mamba_checks.check_positive(dt_min=dt_min, dt_max=dt_max)
         layer_checks.check_bools(bidir=bidir)
         if dt_min > dt_max:
             raise ValueError(f"dt_min should be at most dt_max, got: {dt_min!r} and {dt_max!r}")

@@ -33,9 +33,11 @@ def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> No
     raise TypeError(f"{name} is {kind}; accepted are dense tensors, so pass {instead}")
 
 
-def refuse_expanded(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is to be changed in place if some of its elements share memory, as in an expanded
-    tensor."""
+def refuse_shared_elements(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is to be changed in place if some of its elements share memory, as in a tensor that is expanded
+    or of overlapping windows."""
+    if type(tensor) is Tensor and not _is_compiling() and tensor.is_contiguous():
+        return
     if any(
         surely(stride == 0) and not surely(size <= 1)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -43,6 +45,26 @@ def refuse_expanded(name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"{name} is expanded, with strides {tuple(tensor.stride())}; it is changed in place, so pass {name}.clone()"
         )
+    if _may_overlap(tensor):
+        raise ValueError(
+            f"{name} has elements that share memory, with strides {tuple(tensor.stride())}; it is changed in place, so "
+            f"pass {name}.clone()"
+        )
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether a stride is smaller than what the dimensions of smaller strides extend over. Sizes and strides that
+    torch.compile does not know yet are taken not to overlap."""
+    sizes, strides = tensor.shape, tensor.stride()
+    if not all(isinstance(number, int) for number in (*sizes, *strides)) or 0 in sizes:
+        return False
+    extent = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1:
+            if stride < extent:
+                return True
+            extent += (size - 1) * stride
+    return False
 
 
 def refuse_inference(name: str, state: Any) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
-from scan_registry.ops.checks import as_bool, check_cu_seqlens, refuse_expanded, refuse_layout
+from scan_registry.ops.checks import (
+    as_bool,
+    check_cu_seqlens,
+    refuse_layout,
+    refuse_shared_elements,
+)
 from scan_registry.ops.values import as_int32
 
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -221,7 +226,7 @@ def update_arguments(
             f"conv_state has shape {tuple(conv_state.shape)}; it must be ({first}, channels, inputs), with "
             f"{least} inputs at least, and x is of shape {tuple(x.shape)}"
         )
-    refuse_expanded("conv_state", conv_state)
+    refuse_shared_elements("conv_state", conv_state)
     numbered = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
     numbered_as_int32: list[Tensor | None] = []
     for name, value in numbered.items():

@@ -11,10 +11,10 @@ from scan_registry.base.symbols import same_shape
 from scan_registry.kernels.linear_scan.op.arguments import ACCEPTED, COMPILED
 from scan_registry.ops.checks import (
     common_shape,
-    refuse_expanded,
     refuse_inference,
     refuse_layout,
     refuse_mapped,
+    refuse_shared_elements,
 )
 
 __all__ = ["linear_scan_step"]
@@ -114,4 +114,4 @@ def _check(state: Any, gate: Any, token: Any) -> None:
                 f"{name} has shape {tuple(tensor.shape)}; it must broadcast to the state's shape, "
                 f"{tuple(state.shape)}"
             )
-    refuse_expanded("state", state)
+    refuse_shared_elements("state", state)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
 from scan_registry.kernels.selective_state_update.problem import MOST_STATES
-from scan_registry.ops.checks import as_bool, refuse_expanded, refuse_layout
+from scan_registry.ops.checks import as_bool, refuse_layout, refuse_shared_elements
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,7 +95,7 @@ def _check_shapes(present: dict[str, Tensor]) -> None:
         raise ValueError(
             f"state has shape {tuple(state.shape)}; accepted are 1 to {MOST_STATES} states, its last dimension"
         )
-    refuse_expanded("state", state)
+    refuse_shared_elements("state", state)
     if indices is not None and indices.dim() != 1:
         raise ValueError(
             f"state_batch_indices has shape {tuple(indices.shape)}; it must be (batch,)"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import check_dense
+from scan_registry.compat.arguments import as_flag, check_dense
 from scan_registry.kernels.linear_scan.op.function import linear_scan
 
 Combine = Callable[[Tensor, Tensor], Tensor]
@@ -51,9 +51,10 @@ def scan(
         The states, (B, C, T).
 
     Raises:
-        TypeError: an argument is not a tensor, or an operator cannot be called.
+        TypeError: an argument is not a tensor, an operator cannot be called, or ``reverse`` is no bool.
         ValueError: the tensors do not have three dimensions or differ in length.
     """
+    reverse = as_flag("reverse", reverse)
     for name, value in (("gates", gates), ("tokens", tokens)):
         check_dense(name, value)
         if value.dim() != 3:
@@ -75,7 +76,7 @@ def scan(
     plain = mul is torch.mul and add is torch.add and zeros_like is torch.zeros_like
     if plain and all(t.is_floating_point() or t.is_complex() for t in (gates, tokens)):
         dtype = torch.promote_types(gates.dtype, tokens.dtype)
-        return linear_scan(gates.to(dtype), tokens.to(dtype), reverse=bool(reverse))
+        return linear_scan(gates.to(dtype), tokens.to(dtype), reverse=reverse)
     if reverse:
         gates, tokens = gates.flip(-1), tokens.flip(-1)
     before = zeros_like(tokens[..., :1])

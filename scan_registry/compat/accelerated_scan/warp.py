@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from scan_registry.compat import pair
+from scan_registry.compat.arguments import as_flag
 
 
 def scan(gates: Tensor, tokens: Tensor) -> Tensor:
@@ -37,4 +38,6 @@ def scan_forward(gates: Tensor, tokens: Tensor, reverse: bool = False) -> Tensor
 
     As ``accelerated_scan.warp.scan_forward``, with the differences of ``scan``; and it has derivatives.
     """
-    return pair.scan("(B, C, T)", "cuda", reverse=bool(reverse), gates=gates, tokens=tokens)
+    return pair.scan(
+        "(B, C, T)", "cuda", reverse=as_flag("reverse", reverse), gates=gates, tokens=tokens
+    )

@@ -300,7 +300,8 @@ def test_mamba_refuses_a_projection_to_another_number_of_features(features: int)
     module, x = make("Mamba"), given()
     own: Any = module.x_proj
     wrong = own.out_features + features
-    module.x_proj = torch.nn.Linear(own.in_features, wrong, bias=False).to(x)
+    linear = torch.nn.Linear(own.in_features, wrong, bias=False)
+    module.x_proj = torch.nn.Sequential(linear).to(x)
     states = module.allocate_inference_cache(x.shape[0], 0)
     words = f"x_proj returned {wrong} features; .* has to return {own.out_features}"
     for call in (lambda: module(x), lambda: module.step(x[:, :1], *states)):

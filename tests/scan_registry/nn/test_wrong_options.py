@@ -1,0 +1,52 @@
+"""Constructors and calls of modules refuse options of another kind, and say what they got."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from scan_registry import nn
+
+NAN = math.nan
+#: A module, its positional arguments and options, the error, and words of its message.
+CONSTRUCTORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+    (nn.LSTM, (3, 4), {"bidirectional": "no"}, TypeError, "bidirectional should be of type bool, got: 'no'"),
+    (nn.GRU, (3, 4), {"bidirectional": 2}, TypeError, "bidirectional should be of type bool, got: 2"),
+    (nn.RNN, (3, 4), {"bidirectional": 1}, TypeError, "bidirectional should be of type bool, got: 1"),
+    (nn.LSTM, (3, 4), {"bidirectional": None}, TypeError, "bidirectional should be of type bool, got: None"),
+    (nn.LSTM, (True, 4), {}, TypeError, "input_size should be of type int, got: bool"),
+    (nn.GRU, (3, True), {}, TypeError, "hidden_size should be of type int, got: bool"),
+    (nn.LSTM, (3, 4, True), {}, TypeError, "num_layers should be of type int, got: bool"),
+    (nn.Mamba, (8,), {"dt_init_floor": NAN}, ValueError, "dt_init_floor should be a number above 0, got: nan"),
+    (nn.Mamba, (8,), {"dt_init_floor": math.inf}, ValueError, "dt_init_floor should .* got: inf"),
+    (nn.Mamba, (8,), {"dt_init_floor": -1}, ValueError, "dt_init_floor should .* got: -1"),
+    (nn.Mamba, (8,), {"dt_scale": NAN}, ValueError, "dt_scale should be a number above 0, got: nan"),
+    (nn.Mamba, (8,), {"dt_scale": "1"}, TypeError, "dt_scale should be a number above 0, got: '1'"),
+    (nn.Mamba, (8,), {"dt_scale": None}, TypeError, "dt_scale should be a number above 0, got: None"),
+    (nn.Mamba, (0,), {}, ValueError, "d_model must be greater than zero, got: 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "sizes", "options", "error", "words"), CONSTRUCTORS)
+def test_constructors_refuse(
+    module: Any, sizes: tuple[Any, ...], options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        module(*sizes, **options)
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [(NAN, ValueError), (-1, ValueError), (0, ValueError), (math.inf, ValueError), (True, TypeError)],
+)  # fmt: skip
+def test_s5_refuses_scales_that_are_no_numbers_above_0(scale: Any, error: type[Exception]) -> None:
+    layer = nn.S5(8)
+    for call in (
+        lambda: layer(torch.zeros(2, 3, 8), step_scale=scale),
+        lambda: layer.step(torch.zeros(2, 8), step_scale=scale),
+    ):
+        with pytest.raises(error, match="S5: Expected step_scale to be a number"):
+            call()
