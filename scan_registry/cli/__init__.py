@@ -153,7 +153,7 @@ def _as_options(words: Sequence[str]) -> Sequence[str]:
     first, rest = words[:1], words[1:]
     if "help" in first:
         return [*rest, "--help"]
-    return ["--version"] if "version" in first else words
+    return ["--version"] if "version" in first and not rest else words
 
 
 def _caused_by_users() -> tuple[type[Exception], ...]:

@@ -123,6 +123,9 @@ def run(args: argparse.Namespace) -> int:
     plot = None if args.plot is None else _picture(args.plot)
     device = _device(args.device)
     _check_backends(operator, args.backend, device.type)
+    _check_budget(args.budget)
+    if not args.targets and getattr(args, "only", None):
+        raise UsageError("--only needs --targets, whose cases it chooses among")
     if args.targets and device.type == "cpu":
         raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
     targets = _targets(operator, args.only) if args.targets else []
@@ -136,6 +139,12 @@ def run(args: argparse.Namespace) -> int:
     if plot is not None:
         _draw(bench, plot)
     return INTERRUPTED if interrupted else int(not _all_met(bench, targets))
+
+
+def _check_budget(budget: float | None) -> None:
+    """``UsageError`` for what is no time; infinity is one."""
+    if budget is not None and not budget >= 0:
+        raise UsageError(f"--budget is {budget}; accepted are seconds from 0 on")
 
 
 def _check_memory(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> None:

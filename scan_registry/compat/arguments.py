@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.checks import as_bool, refuse_layout
+from scan_registry.ops.checks import as_bool, refuse_layout, shapes_agree
 
+_REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float64, torch.complex128)
 
 
 def as_flag(name: str, value: Any) -> bool:
     """A bool. 0 and 1 are taken for one, as the replaced functions take them; else ``TypeError``."""
+    if value is True or value is False:
+        return value
     return bool(value) if type(value) is int and value in (0, 1) else as_bool(name, value)
 
 
@@ -24,6 +28,23 @@ def check_dense(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
     if value.layout != torch.strided or value.is_nested:
         refuse_layout(name, value)
+
+
+def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meaning: str) -> None:
+    """Refuse initial states that are no dense tensor of real numbers, are on another device than ``x`` or of another shape.
+    ``shape`` is None where other arguments are wrong, and ``meaning`` says in words what it is."""
+    check_dense("initial_states", states)
+    if states.dtype not in _REAL:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REAL)
+        raise TypeError(f"initial_states has dtype {states.dtype}; accepted are {names}")
+    if isinstance(x, Tensor) and states.device != x.device:
+        raise ValueError(
+            f"initial_states is on {states.device}, x on {x.device}; they must be on one device"
+        )
+    if shape is not None and not shapes_agree(states.shape, shape):
+        raise ValueError(
+            f"initial_states has shape {tuple(states.shape)}; it must be {meaning}, here {tuple(shape)}"
+        )
 
 
 def check_pair(layout: str, **tensors: Any) -> None:

@@ -29,7 +29,7 @@ def check_arrays(arrays: Mapping[str, Any], accepted: Mapping[str, Sequence[str]
 
 def check_backend(backend: Any) -> None:
     """``ValueError`` if there is no such backend."""
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
 
 

@@ -48,7 +48,7 @@ def check_constructor(
         raise ValueError(f"dropout should be a number in range [0, 1], got: {dropout!r}")
     if dtype is not None and dtype not in ACCEPTED:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
 
 
@@ -68,7 +68,12 @@ def check_projection(proj_size: Any, backend: Any) -> None:
     """Refuse projections by a kernel, as none has them."""
     if not isinstance(proj_size, int) or isinstance(proj_size, bool):
         raise TypeError(f"proj_size should be of type int, got: {type(proj_size).__name__}")
-    if proj_size and backend in BACKENDS and backend not in ("auto", "reference"):
+    if (
+        proj_size
+        and isinstance(backend, str)
+        and backend in BACKENDS
+        and backend not in ("auto", "reference")
+    ):
         raise ValueError(
             f"backend should be 'auto' or 'reference' with proj_size, got: {backend!r}; no kernel has projections"
         )

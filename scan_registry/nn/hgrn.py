@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from scan_registry.kernels.gated_scan.op.arguments import channel_values
 from scan_registry.kernels.gated_scan.op.kinds import hgrn
 from scan_registry.nn.layer import Device, ScanLayer, advance_gated, map_states, wide
-from scan_registry.nn.layer_checks import check_bound, check_sizes
+from scan_registry.nn.layer_checks import check_bools, check_bound, check_sizes
 from scan_registry.nn.mamba_checks import check_positive
 from scan_registry.nn.submodules import weights_of
 
@@ -89,6 +89,7 @@ class HGRN(ScanLayer):
         backend: Backend = "auto",
     ) -> None:
         check_sizes(hidden_size=hidden_size)
+        check_bools(elementwise_affine=elementwise_affine)
         check_positive(expand_ratio=expand_ratio, norm_eps=norm_eps)
         channels = int(hidden_size * expand_ratio)
         if channels < 1:

@@ -60,7 +60,7 @@ def check_divides(name: str, parts: int, of: str, size: int) -> None:
 def check_absent(arguments: Mapping[str, tuple[Any, Any]]) -> None:
     """Refuse arguments of public implementations that these modules have only one value of."""
     for name, (value, only) in arguments.items():
-        if value != only:
+        if value != only or isinstance(value, bool) != isinstance(only, bool):
             raise ValueError(
                 f"{name} should be {only!r}, got: {value!r}; there is no kernel for it"
             )

@@ -13,6 +13,7 @@ from scan_registry.kernels.selective_state_update.op.function import selective_s
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
+    check_layer,
     check_linear,
     check_options,
     check_positive,
@@ -92,6 +93,7 @@ class Mamba(GeneratingBlock):
             dtype,
             backend,
         )
+        check_layer(layer_idx)
         check_ranks(dt_rank, dt_init)
         check_positive(dt_scale=dt_scale, dt_init_floor=dt_init_floor)
         check_options(dt_min, dt_max, conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)

@@ -21,6 +21,7 @@ from scan_registry.nn.mamba2_inner import Sizes, Weights
 from scan_registry.nn.mamba_checks import (
     check_convolution,
     check_hidden,
+    check_layer,
     check_linear,
     check_options,
     check_shape,
@@ -122,6 +123,7 @@ class Mamba2(GeneratingBlock):
             dtype,
             backend,
         )
+        check_layer(layer_idx)
         flags = {"D_has_hdim": D_has_hdim, "rmsnorm": rmsnorm, "norm_before_gate": norm_before_gate}
         check_options(dt_min, dt_max, bias=bias, conv_bias=conv_bias, **flags)
         check_ranges(conv_init, A_init_range, dt_limit, dt_init_floor)

@@ -31,6 +31,8 @@ def check_ranges(conv_init: Any, A_init_range: Any, dt_limit: Any, dt_init_floor
     for name, pair in {"A_init_range": A_init_range, "dt_limit": dt_limit}.items():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise TypeError(f"{name} should be two numbers, got: {pair!r}")
+        if math.isnan(pair[0]) or math.isnan(pair[1]):
+            raise ValueError(f"{name} should have no NaN, got: {pair!r}")
         if not pair[0] <= pair[1]:
             raise ValueError(f"{name} should not begin above its end, got: {pair!r}")
     if not 0 < A_init_range[0] <= A_init_range[1] < math.inf:

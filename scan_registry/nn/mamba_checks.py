@@ -50,6 +50,12 @@ def check_sizes(
     check_dtype_and_backend(dtype, backend)
 
 
+def check_layer(layer_idx: Any) -> None:
+    """Refuse what is no key of a layer's states."""
+    if layer_idx is not None and (not isinstance(layer_idx, int) or isinstance(layer_idx, bool)):
+        raise TypeError(f"layer_idx should be of type int or None, got: {layer_idx!r}")
+
+
 def check_positive(**values: Any) -> None:
     """Refuse what is no finite number above 0."""
     for name, number in values.items():
@@ -71,7 +77,7 @@ def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
     """Refuse a dtype of parameters and a backend that modules on scans do not have."""
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from scan_registry.nn.exports import Exports
 from scan_registry.nn.mamba_checks import DTYPES, as_pair, check_cache, check_hidden, check_states
+from scan_registry.ops.checks import as_index
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend
@@ -132,6 +133,13 @@ class GeneratingBlock(Exports):
         return pair
 
     def _states_from(self, params: Any, sequences: int) -> tuple[Tensor, Tensor]:
+        for attribute in ("key_value_memory_dict", "seqlen_offset"):
+            if not hasattr(params, attribute):
+                raise TypeError(
+                    f"{type(self).__name__}: Expected inference_params with the attributes key_value_memory_dict and "
+                    f"seqlen_offset, as mamba_ssm's InferenceParams has them, got {type(params).__name__} without {attribute}"
+                )
+        as_index("inference_params.seqlen_offset", params.seqlen_offset)
         if self.layer_idx is None:
             raise ValueError(
                 f"{type(self).__name__}: Expected layer_idx in the constructor for inference_params, got None"

@@ -91,7 +91,7 @@ def as_silu(activation: Any) -> bool:
 
 
 def _check_backend(backend: Any, x: Tensor) -> None:
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     if x.device.type == "cpu" and backend not in ("auto", "reference"):
         raise ValueError(f"backend is {backend!r}, which needs a CUDA device; x is on {x.device}")

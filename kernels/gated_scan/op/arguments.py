@@ -214,7 +214,7 @@ def _check_tensors(present: Mapping[str, Any]) -> None:
 def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:
     """The checked options, with a negative ``dim``."""
     name, backend = kind.inputs[0], options.backend
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     if backend in ("cuda", "triton") and first.device.type != "meta":
         if not first.is_cuda:

@@ -71,7 +71,7 @@ def check_options(
     """The shape of the states, and the options with a negative ``dim``; an exception names what is not
     accepted."""
     backend, dim = options.backend, options.dim
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     accepted = COMPILED if tokens.is_cuda and backend != "reference" else ACCEPTED
     for name, tensor in (("gates", gates), ("tokens", tokens)):

@@ -65,6 +65,7 @@ class Case(SequenceCase):
             dtype = DTYPE_WORDS.get(word, word)
             batch, channels, time = map(int, shape.split(","))
             chosen = dict(option.split("=") for option in options)
+            least = int("sequences" in chosen)
             sequences, gates = int(chosen.pop("sequences", 0)), chosen.pop("gates", GATES[0])
             reverse, state = (_FLAGS.index(chosen.pop(name, "0")) for name in ("reverse", "state"))
             if chosen:
@@ -74,17 +75,16 @@ class Case(SequenceCase):
                 f"the case is {text!r}; expected layout:batch,channels,time:dtype, and perhaps "
                 ":sequences=N, :gates=channel, :reverse=1 and :state=1"
             ) from None
-        if (
-            layout not in LAYOUTS
-            or dtype not in DTYPES
-            or gates not in GATES
-            or min(batch, channels, time) < 1
-            or sequences < 0
-        ):
-            raise ValueError(
-                f"the case is {text!r}; layouts are {', '.join(LAYOUTS)}, dtypes "
-                f"{', '.join(DTYPES)}, gates {', '.join(GATES)}, and sizes positive"
-            )
+        wrong = {
+            f"layout is {layout!r}; layouts are {', '.join(LAYOUTS)}": layout not in LAYOUTS,
+            f"dtype is {word!r}; dtypes are {', '.join(DTYPES)}": dtype not in DTYPES,
+            f"gates are {gates!r}; accepted are {', '.join(GATES)}": gates not in GATES,
+            f"shape is {shape!r}; sizes are above 0": min(batch, channels, time) < 1,
+            f"number of sequences is {sequences}; accepted are numbers above 0": sequences < least,
+        }
+        for what, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"the case is {text!r}, whose {what}")
         flags = bool(reverse), bool(state)
         return cls(layout, batch, channels, time, dtype, sequences, gates, *flags)
 

@@ -96,7 +96,7 @@ def normalised(
     (states, B, sequences, N, D)."""
     if function not in FUNCTIONS:
         raise ValueError(f"function is {function!r}; accepted are {', '.join(FUNCTIONS)}")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     _check_tensors(Wx, R, b, states, resets.reset_states)
     _check_shapes(Wx, R, b, states, function, resets)

@@ -78,7 +78,7 @@ def normalised(
 ) -> Arguments:  # fmt: skip
     """The checked arguments, converted; an exception names what is not accepted."""
     as_bool("delta_softplus", softplus)
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
     required = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
     optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}

@@ -38,11 +38,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_backend(backend: Any) -> None:
+    """Refuse what is none of the ``BACKENDS``."""
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+
+
 def check(tensors: tuple[Any, ...], softplus: Any, backend: Any) -> Arguments:
     """The arguments; an exception names what is not accepted."""
     as_bool("dt_softplus", softplus)
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+    check_backend(backend)
     optional = ("D", "z", "dt_bias", "state_batch_indices")
     present = {
         name: tensor

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_state_update.op import plans
-from scan_registry.kernels.selective_state_update.op.arguments import BACKENDS, Arguments, check
+from scan_registry.kernels.selective_state_update.op.arguments import (
+    BACKENDS,
+    Arguments,
+    check,
+    check_backend,
+)
 from scan_registry.kernels.selective_state_update.op.flops import FORMULAS
 from scan_registry.kernels.selective_state_update.op.plans import KernelCall
 from scan_registry.ops import flops
@@ -108,6 +113,7 @@ def selective_state_update(
     if not _is_compiling() and _are_dense(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
         as_bool("dt_softplus", dt_softplus)
+        check_backend(backend)
         out = plans.step(tensors, dt_softplus, backend)
         torch.autograd.graph.increment_version(state)
         return out
@@ -136,6 +142,8 @@ def describe(
 ) -> dict[str, KernelCall]:
     """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
     tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
+    if state_batch_indices is not None:
+        check_rows("state_batch_indices", state_batch_indices, state)
     arguments = check(tensors, dt_softplus, backend)
     return {"step": plans.make_kernel_call(arguments, dt_softplus)} if x.numel() else {}
 

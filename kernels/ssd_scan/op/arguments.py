@@ -6,6 +6,7 @@ Conversions are torch's own operators, so gradients flow back through them to th
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -89,12 +90,18 @@ def normalised(
 
 def _limits(limit: Any) -> tuple[float, float]:
     pair = isinstance(limit, (tuple, list)) and len(limit) == 2
-    if not pair or not all(isinstance(n, (int, float)) for n in limit):
+    if not pair or not all(map(_is_number, limit)):
         raise TypeError(f"dt_limit is {limit!r}; it must be a pair of numbers, such as (0.0, 0.1)")
     low, high = float(limit[0]), float(limit[1])
+    if math.isnan(low) or math.isnan(high):
+        raise ValueError(f"dt_limit is {limit!r}; accepted are two numbers that are not NaN")
     if not low <= high:
         raise ValueError(f"dt_limit is {limit!r}; the first number must not exceed the second")
     return low, high
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def _chunk(chunk_size: Any) -> int:

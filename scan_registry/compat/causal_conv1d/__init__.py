@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import check_dense
+from scan_registry.compat.arguments import as_flag, check_dense, check_initial_states
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d_update as _update
+from scan_registry.ops.checks import as_index
 from scan_registry.ops.values import check_bounds
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
@@ -50,24 +51,43 @@ def causal_conv1d_fn(
     Raises:
         TypeError, ValueError: the arguments are not as described.
     """
+    if initial_states is not None:
+        tensors = isinstance(x, Tensor) and isinstance(weight, Tensor)
+        known = tensors and (x.dim(), weight.dim()) == (3, 2)
+        shape = (*x.shape[:2], weight.shape[1] - 1) if known else None
+        check_initial_states(initial_states, x, shape, "(batch, channels, width - 1)")
     options: dict[str, Any] = {
         "initial_state": initial_states,
         "seq_idx": seq_idx,
         "activation": activation,
     }
-    if not return_final_states:
+    if not as_flag("return_final_states", return_final_states):
         y: Tensor = causal_conv1d(x, weight, bias, **options)
         return y
+    if final_states_out is not None:
+        _check_out(final_states_out, x)
     y, final_state = causal_conv1d(x, weight, bias, return_final_state=True, **options)
     if final_states_out is None:
         return y, final_state
-    check_dense("final_states_out", final_states_out)
     if final_states_out.shape != final_state.shape:
         raise ValueError(
             f"final_states_out has shape {tuple(final_states_out.shape)}; it must be "
             f"(batch, channels, width - 1), here {tuple(final_state.shape)}"
         )
     return y, final_states_out.copy_(final_state)
+
+
+def _check_out(out: Any, x: Any) -> None:
+    """Refuse memory for final states that is of another dtype or device than ``x``, which the states are of."""
+    check_dense("final_states_out", out)
+    if not isinstance(x, Tensor):
+        return  # for the operator to refuse
+    if out.dtype != x.dtype:
+        raise TypeError(f"final_states_out has dtype {out.dtype}, x {x.dtype}; both must be of one")
+    if out.device != x.device:
+        raise ValueError(
+            f"final_states_out is on {out.device}, x on {x.device}; they must be on one device"
+        )
 
 
 def causal_conv1d_update(
@@ -129,6 +149,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         raise ValueError(
             f"cu_seqlens is on {cu_seqlens.device}, x on {x.device}; they must be on one device"
         )
+    state_len = as_index("state_len", state_len)
     if state_len < 0:
         raise ValueError(f"state_len is {state_len}; it must be 0 or more")
     if x.dim() != 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from scan_registry.compat.arguments import as_flag
 from scan_registry.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from scan_registry.kernels.causal_conv1d.op import plans
 from scan_registry.kernels.causal_conv1d.op.arguments import normalised
@@ -86,7 +87,7 @@ def causal_conv1d_bwd_function(
         TypeError, ValueError: the arguments are not as described.
     """
     final, activation = dfinal_states is not None, _activation(silu_activation)
-    wanted = True, True, bias is not None, bool(return_dinitial_states)
+    wanted = True, True, bias is not None, as_flag("return_dinitial_states", return_dinitial_states)
     if dx is not None and dx.shape != x.shape:
         raise ValueError(f"dx has shape {tuple(dx.shape)}; it must be that of x, {tuple(x.shape)}")
     if dfinal_states is not None:
@@ -140,4 +141,4 @@ def causal_conv1d_update_function(
 
 
 def _activation(silu: bool) -> str | None:
-    return "silu" if silu else None
+    return "silu" if as_flag("silu_activation", silu) else None

@@ -87,6 +87,11 @@ def test_recorded_results_have_the_documents_form() -> None:
         (["--plot", "no/such/x.png"], "--plot is 'no/such/x.png'; its folder does not exist"),
         (["--plot", "x.bmp"], "--plot is 'x.bmp'; accepted are files in pdf, png, svg"),
         (["--plot", ""], "a folder; it takes a file"),
+        (["--budget", "nan"], "--budget is nan; accepted are seconds from 0 on"),
+        (["--budget", "-1"], "--budget is -1.0; accepted are seconds from 0 on"),
+        (["--only", "time"], "--only needs --targets, whose cases it chooses among"),
+        (["--case", "time_last:8,16,32:bf61"], "whose dtype is 'bf61'; dtypes are float32, "),
+        (["--case", "time_last:8,16,32:bf16:sequences=0"], "whose number of sequences is 0; acc"),
     ],
 )
 def test_arguments_that_cannot_be_meant(

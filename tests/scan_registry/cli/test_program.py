@@ -48,6 +48,7 @@ def test_ctrl_c(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         (["inspect", "more"], "'more' is one word too many."),
         (["hepl"], "no command 'hepl'; did you mean help?"),
         (["help", "doktor"], "no command 'doktor'; did you mean doctor?"),
+        (["version", "x"], "'x' is one word too many"),
         (["--vers"], "scan-registry has no option --vers; did you mean --version?"),
     ],
 )

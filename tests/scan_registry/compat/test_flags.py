@@ -1,4 +1,4 @@
-"""Stand-ins refuse what is no flag; 0 and 1 are taken, as the replaced functions take them."""
+"""Stand-ins refuse what is no flag, and name their own arguments; 0 and 1 are flags, as the replaced functions take them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,63 @@ import pytest
 import torch
 
 from scan_registry.compat.accelerated_scan import ref, warp
+from scan_registry.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
+from scan_registry.compat.mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+from scan_registry.compat.mamba_ssm.ops.triton.selective_state_update import (
+    selective_state_update,
+)
+from scan_registry.compat.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
 PAIR = torch.rand(2, 3, 8), torch.rand(2, 3, 8)
+CONV = torch.rand(2, 3, 8), torch.rand(3, 4)
+SCAN = (
+    torch.rand(2, 3, 8),
+    torch.rand(2, 3, 8),
+    -torch.rand(3, 4),
+    torch.rand(3, 4),
+    torch.rand(3, 4),
+)
+#: x, dt, A, B, C, chunk_size.
+SSD: Any = (
+    *(torch.rand(2, 8, 4, 3), torch.rand(2, 8, 4), -torch.rand(4)),
+    *(torch.rand(2, 8, 2, 5), torch.rand(2, 8, 2, 5), 8),
+)
+
+
+def update(flag: Any) -> Any:
+    x, rows = torch.ones(2, 3), torch.ones(2, 4)
+    return selective_state_update(
+        torch.ones(2, 3, 4), x, x, -torch.ones(3, 4), rows, rows, dt_softplus=flag
+    )
+
+
 FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "warp.scan_forward": ("reverse", lambda flag: warp.scan_forward(*PAIR, reverse=flag)),
     "ref.scan": ("reverse", lambda flag: ref.scan(*PAIR, reverse=flag)),
     "ref.scan of an operator": (
         "reverse",
         lambda flag: ref.scan(*PAIR, add=torch.maximum, reverse=flag),
+    ),
+    "causal_conv1d_fn": (
+        "return_final_states",
+        lambda flag: causal_conv1d_fn(*CONV, return_final_states=flag),
+    ),
+    "selective_scan_fn": (
+        "delta_softplus",
+        lambda flag: selective_scan_fn(*SCAN, delta_softplus=flag),
+    ),
+    "selective_scan_fn with its state": (
+        "return_last_state",
+        lambda flag: selective_scan_fn(*SCAN, return_last_state=flag),
+    ),
+    "selective_state_update": ("dt_softplus", update),
+    "mamba_chunk_scan_combined": (
+        "dt_softplus",
+        lambda flag: mamba_chunk_scan_combined(*SSD, dt_softplus=flag),
+    ),
+    "mamba_chunk_scan_combined with its states": (
+        "return_final_states",
+        lambda flag: mamba_chunk_scan_combined(*SSD, return_final_states=flag),
     ),
 }
 
@@ -34,3 +83,54 @@ def test_0_and_1_are_flags(function: str) -> None:
     _, call = FLAGS[function]
     for number in (0, 1):
         torch.testing.assert_close(call(number), call(bool(number)))
+
+
+ZEROS = torch.zeros
+OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "dtype of final_states_out": (
+        lambda: causal_conv1d_fn(
+            *CONV, return_final_states=True, final_states_out=ZEROS(2, 3, 3).double()
+        ),
+        TypeError,
+        "final_states_out has dtype torch.float64, x torch.float32",
+    ),
+    "device of final_states_out": (
+        lambda: causal_conv1d_fn(
+            *CONV, return_final_states=True, final_states_out=ZEROS(2, 3, 3, device="meta")
+        ),
+        ValueError,
+        "final_states_out is on meta, x on cpu",
+    ),
+    "size of the convolution's initial_states": (
+        lambda: causal_conv1d_fn(*CONV, initial_states=ZEROS(2, 3, 2)),
+        ValueError,
+        r"initial_states has shape \(2, 3, 2\); it must be .*, here \(2, 3, 3\)",
+    ),
+    "dtype of the convolution's initial_states": (
+        lambda: causal_conv1d_fn(*CONV, initial_states=ZEROS(2, 3, 3).int()),
+        TypeError,
+        "initial_states has dtype torch.int32; accepted are float32",
+    ),
+    "size of the scan's initial_states": (
+        lambda: mamba_chunk_scan_combined(*SSD, initial_states=ZEROS(2, 4, 3, 4)),
+        ValueError,
+        r"initial_states has shape \(2, 4, 3, 4\); it must be .*, here \(2, 4, 3, 5\)",
+    ),
+    **{
+        f"state_len={wrong!r}": (
+            lambda wrong=wrong: causal_conv1d_varlen_states(  # type: ignore[misc]
+                ZEROS(8, 3), torch.tensor([0, 8]), wrong
+            ),
+            TypeError,
+            f"state_len is {wrong!r}; it must be an int",
+        )
+        for wrong in (True, 3.0, "3")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_wrong_arguments_are_refused(name: str) -> None:
+    call, error, words = OTHERS[name]
+    with pytest.raises(error, match=words):
+        call()

@@ -390,7 +390,7 @@ def test_the_block_compiles_to_one_graph() -> None:
         ("headdim", lambda _: 0, "headdim is 0"),
         ("ngroups", lambda _: 3, "ngroups is 3; it must divide the 4 heads"),
         ("activation", lambda _: "relu", "activation is 'relu'"),
-        ("initial_states", lambda x: x[1:], "initial_state has shape"),
+        ("initial_states", lambda x: x[1:], "initial_states has shape"),
     ],
 )
 def test_arguments_of_the_block_that_do_not_fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,16 @@ CONSTRUCTORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], 
     (nn.Mamba, (8,), {"dt_scale": NAN}, ValueError, "dt_scale should be a number above 0, got: nan"),
     (nn.Mamba, (8,), {"dt_scale": "1"}, TypeError, "dt_scale should be a number above 0, got: '1'"),
     (nn.Mamba, (8,), {"dt_scale": None}, TypeError, "dt_scale should be a number above 0, got: None"),
+    (nn.Mamba, (8,), {"layer_idx": "0"}, TypeError, "layer_idx should be of type int or None, got: '0'"),
+    (nn.Mamba2, (64,), {"layer_idx": True}, TypeError, "layer_idx should be of type int or None, got: True"),
+    (nn.Mamba2, (64,), {"dt_limit": (0.0, NAN)}, ValueError, r"dt_limit should have no NaN, got: \(0.0, nan\)"),
+    (nn.MinGRU, (8,), {"expansion_factor": True}, TypeError, "expansion_factor should be a number above 0, got: True"),
+    (nn.RGLRU, (8, 2), {"w_init_variance_scale": True}, TypeError, "w_init_variance_scale .* got: True"),
+    (nn.HGRN, (8,), {"elementwise_affine": "no"}, TypeError, "elementwise_affine should be of type bool, got: 'no'"),
+    (nn.S5, (8,), {"degree": True}, ValueError, "degree should be 1, got: True"),
+    (nn.Mamba, (8,), {"backend": ["auto"]}, ValueError, r"backend should be one of auto, .*got: \['auto'\]"),
+    (nn.LSTM, (3, 4), {"backend": ["auto"]}, ValueError, r"backend should be one of auto, .*got: \['auto'\]"),
+    (nn.LSTM, (3, 4), {"backend": ["auto"], "proj_size": 2}, ValueError, "backend should be one of auto"),
     (nn.Mamba, (0,), {}, ValueError, "d_model must be greater than zero, got: 0"),
 ]  # fmt: skip
 
@@ -50,3 +61,20 @@ def test_s5_refuses_scales_that_are_no_numbers_above_0(scale: Any, error: type[E
     ):
         with pytest.raises(error, match="S5: Expected step_scale to be a number"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("x", "Expected inference_params with .*, got str without key_value_memory_dict"),
+        (SimpleNamespace(key_value_memory_dict={}), "got SimpleNamespace without seqlen_offset"),
+        (
+            SimpleNamespace(key_value_memory_dict={}, seqlen_offset="x"),
+            "inference_params.seqlen_offset is 'x'; it must be an int",
+        ),
+    ],
+)
+def test_mamba_refuses_what_are_no_inference_params(params: Any, words: str) -> None:
+    for module in (nn.Mamba(8, layer_idx=0), nn.Mamba2(8, headdim=4, layer_idx=0)):
+        with pytest.raises(TypeError, match=words):
+            module(torch.zeros(2, 1, 8), inference_params=params)

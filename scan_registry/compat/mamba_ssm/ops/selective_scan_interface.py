@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import check_dense
+from scan_registry.compat.arguments import as_flag, check_dense
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
@@ -98,8 +98,8 @@ def selective_scan_fn(
     """
     delta, z = (_laid_out_like(u, tensor) for tensor in (delta, z))
     return selective_scan(
-        *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
-        return_final_state=bool(return_last_state),
+        *(u, delta, A, B, C, D, z, delta_bias, as_flag("delta_softplus", delta_softplus)),
+        return_final_state=as_flag("return_last_state", return_last_state),
     )
 
 
@@ -137,8 +137,8 @@ def selective_scan_ref(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``selective_scan_fn`` in plain torch."""
     return selective_scan(
-        *(u, delta, A, B, C, D, z, delta_bias, bool(delta_softplus)),
-        return_final_state=bool(return_last_state),
+        *(u, delta, A, B, C, D, z, delta_bias, as_flag("delta_softplus", delta_softplus)),
+        return_final_state=as_flag("return_last_state", return_last_state),
         backend="reference",
     )
 
@@ -292,7 +292,11 @@ def _inner(
         C_bias=C_proj_bias,
     )
     y, _ = convolve_and_scan(
-        xz, weights, norms, delta_softplus=bool(delta_softplus), backend=backend
+        xz,
+        weights,
+        norms,
+        delta_softplus=as_flag("delta_softplus", delta_softplus),
+        backend=backend,
     )
     bias = out_proj_bias
     if bias is not None and not torch.is_autocast_enabled(y.device.type):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from scan_registry.compat.arguments import as_flag
 from scan_registry.kernels.selective_state_update.op.function import (
     selective_state_update as _update,
 )
@@ -56,5 +57,6 @@ def selective_state_update(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
+    softplus = as_flag("dt_softplus", dt_softplus)
     with torch.no_grad():
-        return _update(state, x, dt, A, B, C, D, z, dt_bias, bool(dt_softplus), state_batch_indices)
+        return _update(state, x, dt, A, B, C, D, z, dt_bias, softplus, state_batch_indices)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import check_dense
+from scan_registry.compat.arguments import as_flag, check_dense, check_initial_states
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
 from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
@@ -86,10 +86,16 @@ def mamba_chunk_scan_combined(
         TypeError, ValueError: the arguments are not as described.
         NoKernelError: ``require`` or ``SCAN_REGISTRY_REQUIRE`` allows nothing that runs on this GPU.
     """
-    final, varlen = bool(return_final_states), bool(return_varlen_states)
+    final = as_flag("return_final_states", return_final_states)
+    varlen = as_flag("return_varlen_states", return_varlen_states)
+    softplus = as_flag("dt_softplus", dt_softplus)
     if varlen and cu_seqlens is None:
         raise ValueError("cu_seqlens is None; return_varlen_states needs it")
     check_dense("x", x)
+    if initial_states is not None and cu_seqlens is None:
+        known = isinstance(B, Tensor) and x.dim() == B.dim() == 4
+        shape = (x.shape[0], *x.shape[2:], B.shape[3]) if known else None
+        check_initial_states(initial_states, x, shape, "(batch, heads, size of a head, states)")
     initial = initial_states
     if cu_seqlens is not None:
         if x.dim() and x.shape[0] != 1:
@@ -98,7 +104,7 @@ def mamba_chunk_scan_combined(
             )
         initial = _before_each(initial_states, cu_seqlens)
     result: Any = ssd_scan(
-        *(x, dt, A, B, C, D, z, dt_bias, bool(dt_softplus), dt_limit, initial),
+        *(x, dt, A, B, C, D, z, dt_bias, softplus, dt_limit, initial),
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         return_final_state=final or varlen,
@@ -117,7 +123,7 @@ def _before_each(states: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
     check_dense("cu_seqlens", cu_seqlens)
     if states is None:
         return None
-    check_dense("initial_states", states)
+    check_initial_states(states, cu_seqlens, None, "")
     if states.dim() != 4 or states.shape[0] != 1:
         raise ValueError(
             f"initial_states has shape {tuple(states.shape)}; with cu_seqlens it must be (1, heads, size of a head, "
@@ -192,6 +198,11 @@ def mamba_split_conv1d_scan_combined(
     }
     optional = {"rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias}  # fmt: skip
     sizes = _sizes(required, optional, headdim, ngroups)
+    if initial_states is not None:
+        shape = zxbcdt.shape[0], sizes.heads, sizes.head_size, sizes.states
+        check_initial_states(initial_states, zxbcdt, shape, "(batch, heads, headdim, states)")
+    final = as_flag("return_final_states", return_final_states)
+    before_gate = as_flag("norm_before_gate", norm_before_gate)
 
     def norm(y: Tensor, z: Tensor) -> Tensor:
         assert rmsnorm_weight is not None
@@ -199,7 +210,7 @@ def mamba_split_conv1d_scan_combined(
             *(y, rmsnorm_weight, None, z),
             eps=rmsnorm_eps,
             group_size=sizes.features // sizes.groups,
-            norm_before_gate=bool(norm_before_gate),
+            norm_before_gate=before_gate,
         )
 
     y, states = convolve_and_scan(
@@ -210,7 +221,7 @@ def mamba_split_conv1d_scan_combined(
         initial_state=initial_states,
         activation=activation,
         seq_idx=seq_idx,
-        return_state=bool(return_final_states),
+        return_state=final,
     )
     if outproj_weight is not None:
         bias = outproj_bias
