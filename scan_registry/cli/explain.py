@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -159,6 +160,8 @@ def _system(args: argparse.Namespace) -> System:
         raise UsageError("--for and --device both say which GPU; give one of them")
     if device is None and args.device == "cpu":
         return System(None)
+    if args.device is not None and not re.fullmatch(r"cuda(:\d+)?", args.device):
+        raise UsageError(f"--device is {args.device!r}; accepted are cpu, cuda and cuda:N")
     if device is None:
         try:
             gpus = visible()

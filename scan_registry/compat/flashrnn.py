@@ -18,6 +18,7 @@ from torch import Tensor
 from scan_registry.compat.arguments import check_dense
 from scan_registry.kernels.rnn.op.function import rnn
 from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
+from scan_registry.ops.checks import described
 
 BACKENDS: dict[str, RnnBackend] = {
     "cuda_fused": "cuda",
@@ -239,8 +240,12 @@ def flashrnn(
 
 
 def _known(name: str, value: Any, accepted: Sequence[str]) -> None:
-    if value not in accepted:
-        raise ValueError(f"{name} is {value!r}; accepted are {', '.join(accepted)}")
+    if not isinstance(value, str) or value not in accepted:
+        word = str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else None
+        instead = f", so pass {name}={word!r}" if word in accepted else ""
+        raise ValueError(
+            f"{name} is {described(value)}; accepted are {', '.join(accepted)}{instead}"
+        )
 
 
 def _torch_dtype(name: str | None) -> torch.dtype:

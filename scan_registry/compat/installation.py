@@ -139,7 +139,7 @@ def uninstall(*packages: str) -> None:
     Raises:
         ValueError: there is no such stand-in.
     """
-    for name in _known(packages) or [*_finder.names, *MODELS]:
+    for name in _known(packages, "uninstall") or [*_finder.names, *MODELS]:
         if name in MODELS:
             # What was not imported has replaced nothing.
             if replaced := sys.modules.get(f"{__package__}.{name}"):
@@ -155,7 +155,7 @@ def uninstall(*packages: str) -> None:
         sys.meta_path.remove(_finder)
 
 
-def _known(packages: Iterable[Any]) -> list[str]:
+def _known(packages: Iterable[Any], taker: str = "install") -> list[str]:
     names = [*packages]
     for name in names:
         if isinstance(name, (list, tuple, set, frozenset)):
@@ -166,7 +166,7 @@ def _known(packages: Iterable[Any]) -> list[str]:
         if not isinstance(name, str) or name not in (*STAND_INS, *MODELS):
             words = accepted_words(str(name).replace("-", "_").lower(), (*STAND_INS, *MODELS))
             raise ValueError(
-                f"{name!r} is not what install takes; {words}{'' if words.endswith('?') else '.'} "
+                f"{name!r} is not what {taker} takes; {words}{'' if words.endswith('?') else '.'} "
                 "Stand-ins for other packages are modules of scan_registry.compat, to be imported from there"
             )
     return [*dict.fromkeys(names)]

@@ -231,7 +231,7 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
     if name not in known:
         raise ValueError(f"no operator {name!r}; accepted are {', '.join(known)}")
     backend, accepted = kwargs.pop("backend", "auto"), known[name].backends
-    if backend not in accepted:
+    if not isinstance(backend, str) or backend not in accepted:
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scan_registry.kernels.rnn.op.arguments import ACCEPTED, BACKENDS
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.nn import reset_checks
-from scan_registry.ops.checks import refuse_layout
+from scan_registry.ops.checks import described, refuse_layout
 from scan_registry.ops.values import are_checked
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ def check_constructor(
     if dtype is not None and dtype not in ACCEPTED:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+        raise ValueError(
+            f"backend should be one of {', '.join(BACKENDS)}, got: {described(backend)}"
+        )
 
 
 def check_heads(num_heads: Any, hidden_size: int) -> None:

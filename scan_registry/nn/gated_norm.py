@@ -175,6 +175,10 @@ class GroupNorm(Exports):
         Raises:
             ValueError: a shape is not as described.
         """
+        if isinstance(x, Tensor) and x.shape[-1:] != (self.hidden_size,):
+            raise ValueError(
+                f"{type(self).__name__}: Expected x of size (..., {self.hidden_size}), got {tuple(x.shape)}"
+            )
         return gated_norm(
             *(x, self.weight, self.bias, z),
             eps=self.eps,

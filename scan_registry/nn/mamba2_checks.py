@@ -68,7 +68,9 @@ def unfolded(module: Mamba2, u: Any, seqlen: Any) -> Any:
     name = type(module).__name__
     if not isinstance(seqlen, int) or isinstance(seqlen, bool):
         raise TypeError(f"{name}: Expected seqlen of type int, got {type(seqlen).__name__}")
-    if u.dim() != 2 or seqlen < 1 or u.shape[0] % seqlen:
+    if seqlen < 1:
+        raise ValueError(f"{name}: Expected seqlen of 1 or more, got {seqlen}")
+    if u.dim() != 2 or u.shape[0] % seqlen:
         raise ValueError(
             f"{name}: Expected u of size (batch * seqlen, {module.d_model}) with seqlen={seqlen}, got {tuple(u.shape)}"
         )

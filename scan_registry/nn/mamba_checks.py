@@ -16,6 +16,7 @@ from scan_registry.kernels.selective_scan.problem import MOST_STATES
 from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import (
     as_index,
+    described,
     refuse_inference,
     refuse_layout,
     refuse_shared_elements,
@@ -78,7 +79,9 @@ def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend should be one of {', '.join(BACKENDS)}, got: {backend!r}")
+        raise ValueError(
+            f"backend should be one of {', '.join(BACKENDS)}, got: {described(backend)}"
+        )
 
 
 def check_size(name: str, size: Any, others: str = "") -> None:

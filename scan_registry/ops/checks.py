@@ -88,6 +88,13 @@ def refuse_mapped(operator: str, name: str, *tensors: Tensor | None) -> None:
         )
 
 
+def described(value: Any) -> str:
+    """A value as messages show it: tensors and arrays by their type and shape, as their elements would be pages."""
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    return repr(value)
+
+
 def as_bool(name: str, value: Any) -> bool:
     """A bool, or numpy's, which torch's own functions take, too; else ``TypeError``."""
     if isinstance(value, bool):
@@ -95,7 +102,7 @@ def as_bool(name: str, value: Any) -> bool:
     kind = type(value)
     if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
         return bool(value)
-    raise TypeError(f"{name} is {value!r}; it must be a bool")
+    raise TypeError(f"{name} is {described(value)}; it must be a bool")
 
 
 def as_index(name: str, value: Any) -> int:
@@ -105,7 +112,7 @@ def as_index(name: str, value: Any) -> int:
             return value  # type: ignore[return-value]
         with suppress(TypeError):
             return operator.index(value)
-    raise TypeError(f"{name} is {value!r}; it must be an int")
+    raise TypeError(f"{name} is {described(value)}; it must be an int")
 
 
 def common_shape(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...] | None:
@@ -157,9 +164,12 @@ def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: tor
         )
     fractions = initial_state.is_floating_point() or initial_state.is_complex()
     if not fractions or (initial_state.is_complex() and not states.is_complex):
+        kinds = (
+            "floating-point and complex dtypes" if states.is_complex else "floating-point dtypes"
+        )
         raise TypeError(
             f"initial_state has dtype {initial_state.dtype}, which does not go with states of "
-            f"{states}"
+            f"{states}; accepted are {kinds}"
         )
 
 

@@ -205,7 +205,17 @@ def called_by(function: Any) -> tuple[Operator, str]:
     accepted = ", ".join([*known, *(name for op in known.values() for name in op.others)])
     if isinstance(getattr(function, "forward", None), MethodType):
         raise TypeError(_about_module(function, next(iter(known)), accepted))
-    raise TypeError(f"{function!r} cannot be explained; accepted are {accepted}")
+    if isinstance(function, str):
+        names = {name for operator in known.values() for name in (operator.name, *operator.others)}
+        instead = function if function in names else next(iter(known))
+        raise TypeError(
+            f"explain takes a function, not its name, {function!r}; pass the function, scan_registry.{instead}"
+        )
+    from scan_registry.ops.checks import described  # with torch, which this module does not import
+
+    own = getattr(function, "__name__", None)
+    what = f"the function {own}" if own else described(function)
+    raise TypeError(f"{what} cannot be explained; accepted are {accepted}")
 
 
 def _about_module(module: Any, usual: str, accepted: str) -> str:

@@ -62,9 +62,16 @@ def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
     right = (first, last) == (0, time) if whole else first >= 0 and last <= time
     if not rises or not right:
-        how = "falls somewhere" if not rises else f"runs from {first} to {last}"
+        how = _fall(cu_seqlens) if not rises else f"runs from {first} to {last}"
         to = f"from 0 to the {time} steps of the time dimension"
         raise ValueError(f"cu_seqlens {how}; it must rise {'' if whole else 'in the range '}{to}")
+
+
+def _fall(bounds: Tensor) -> str:
+    """Where the bounds fall first, in words."""
+    place = int((bounds[1:] < bounds[:-1]).nonzero()[0])
+    before, after = bounds[place : place + 2].tolist()
+    return f"falls from {before} to {after} at index {place + 1}"
 
 
 def as_int32(name: str, numbers: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from scan_registry.kernels.causal_conv1d.problem import WIDTHS
 from scan_registry.ops.checks import (
     as_bool,
     check_cu_seqlens,
+    described,
     refuse_layout,
     refuse_shared_elements,
 )
@@ -92,7 +93,7 @@ def as_silu(activation: Any) -> bool:
 
 def _check_backend(backend: Any, x: Tensor) -> None:
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     if x.device.type == "cpu" and backend not in ("auto", "reference"):
         raise ValueError(f"backend is {backend!r}, which needs a CUDA device; x is on {x.device}")
     if x.dtype == torch.float64 and backend not in ("auto", "reference"):

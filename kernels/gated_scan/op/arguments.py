@@ -22,6 +22,7 @@ from scan_registry.ops.checks import (
     check_cu_seqlens,
     check_initial_state,
     check_reset,
+    described,
     refuse_layout,
     shapes_agree,
 )
@@ -215,7 +216,7 @@ def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:
     """The checked options, with a negative ``dim``."""
     name, backend = kind.inputs[0], options.backend
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     if backend in ("cuda", "triton") and first.device.type != "meta":
         if not first.is_cuda:
             raise ValueError(

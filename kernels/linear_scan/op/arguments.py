@@ -20,6 +20,7 @@ from scan_registry.ops.checks import (
     check_cu_seqlens,
     check_initial_state,
     common_shape,
+    described,
     refuse_layout,
 )
 
@@ -72,7 +73,7 @@ def check_options(
     accepted."""
     backend, dim = options.backend, options.dim
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     accepted = COMPILED if tokens.is_cuda and backend != "reference" else ACCEPTED
     for name, tensor in (("gates", gates), ("tokens", tokens)):
         if tensor.dtype not in accepted:

@@ -15,7 +15,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
 from scan_registry.kernels.rnn.reference import compute_dtype
-from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, refuse_layout
+from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, described, refuse_layout
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
@@ -94,10 +94,10 @@ def normalised(
 ) -> tuple[Arguments, Options]:
     """The checked arguments, converted; an exception names what is not accepted. States of packed sequences are
     (states, B, sequences, N, D)."""
-    if function not in FUNCTIONS:
-        raise ValueError(f"function is {function!r}; accepted are {', '.join(FUNCTIONS)}")
+    if not isinstance(function, str) or function not in FUNCTIONS:
+        raise ValueError(f"function is {described(function)}; accepted are {', '.join(FUNCTIONS)}")
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     _check_tensors(Wx, R, b, states, resets.reset_states)
     _check_shapes(Wx, R, b, states, function, resets)
     _check_resets(Wx, resets)
@@ -145,7 +145,9 @@ def clips_of(forward: Any, recurrent: Any, cut: Any) -> Clips:
     ):
         number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (number and value > 0):
-            raise ValueError(f"{name} is {value!r}; accepted are positive numbers, and None")
+            raise ValueError(
+                f"{name} is {described(value)}; accepted are positive numbers, and None"
+            )
     cut = as_bool("gradient_recurrent_cut", cut)
     none = math.inf
     return Clips(

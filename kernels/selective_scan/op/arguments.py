@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.checks import as_bool, check_cu_seqlens, refuse_layout
+from scan_registry.ops.checks import as_bool, check_cu_seqlens, described, refuse_layout
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +79,7 @@ def normalised(
     """The checked arguments, converted; an exception names what is not accepted."""
     as_bool("delta_softplus", softplus)
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     required = {"u": u, "delta": delta, "A": A, "B": B, "C": C}
     optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
     # Not `|` of two dicts, which torch.compile of 2.6 does not support.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from scan_registry.base.symbols import same_shape, surely
 from scan_registry.kernels.selective_state_update.problem import MOST_STATES
-from scan_registry.ops.checks import as_bool, refuse_layout, refuse_shared_elements
+from scan_registry.ops.checks import as_bool, described, refuse_layout, refuse_shared_elements
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def check_backend(backend: Any) -> None:
     """Refuse what is none of the ``BACKENDS``."""
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
 
 
 def check(tensors: tuple[Any, ...], softplus: Any, backend: Any) -> Arguments:

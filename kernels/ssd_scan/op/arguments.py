@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.ssd_scan import reference
-from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, refuse_layout
+from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, described, refuse_layout
 from scan_registry.ops.values import as_int32
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
@@ -63,7 +63,7 @@ def normalised(
 ) -> tuple[Arguments, Options]:  # fmt: skip
     """The checked arguments, converted; an exception names what is not accepted."""
     if not isinstance(backend, str) or backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; accepted are {', '.join(BACKENDS)}")
+        raise ValueError(f"backend is {described(backend)}; accepted are {', '.join(BACKENDS)}")
     low, high = _limits(limit)
     softplus, final = as_bool("dt_softplus", softplus), as_bool("return_final_state", final)
     options = Options(softplus, low, high, _chunk(chunk_size), final, backend)
@@ -91,7 +91,9 @@ def normalised(
 def _limits(limit: Any) -> tuple[float, float]:
     pair = isinstance(limit, (tuple, list)) and len(limit) == 2
     if not pair or not all(map(_is_number, limit)):
-        raise TypeError(f"dt_limit is {limit!r}; it must be a pair of numbers, such as (0.0, 0.1)")
+        raise TypeError(
+            f"dt_limit is {described(limit)}; it must be a pair of numbers, such as (0.0, 0.1)"
+        )
     low, high = float(limit[0]), float(limit[1])
     if math.isnan(low) or math.isnan(high):
         raise ValueError(f"dt_limit is {limit!r}; accepted are two numbers that are not NaN")

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import scan_registry as s
+from scan_registry import compat, nn
+from scan_registry.compat.flashrnn import FlashRNNConfig
 
 X = torch.rand(2, 3, 8)
 ROWS = torch.rand(2, 4)
@@ -76,3 +78,33 @@ def test_explain_refuses_the_rows_that_a_call_refuses() -> None:
             ValueError, match="state_batch_indices has the number 5, and the state 2 rows"
         ):
             call(*UPDATE, state_batch_indices=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: s.explain("linear_scan", X, X), TypeError, r"not its name, 'linear_scan'; pass the function, scan_registry\.linear_scan$"),
+        (lambda: s.explain("min_gru", X, X), TypeError, r"pass the function, scan_registry\.min_gru$"),
+        (lambda: s.explain("nope", X, X), TypeError, r"pass the function, scan_registry\.linear_scan$"),
+        (lambda: s.explain(s.linear_scan_step, X, X, X), TypeError, "^the function linear_scan_step cannot be explained; acc"),
+        (lambda: s.explain(X, X, X), TypeError, r"^a Tensor of shape \(2, 3, 8\) cannot be explained"),
+        (lambda: s.linear_scan(X, X, backend=X), ValueError, r"^backend is a Tensor of shape \(2, 3, 8\); accepted are auto"),
+        (lambda: s.linear_scan(X, X, reverse=X), TypeError, r"^reverse is a Tensor of shape \(2, 3, 8\); it must be a bool"),
+        (lambda: s.linear_scan(X, X, reverse=torch.Tensor), TypeError, "^reverse is <class 'torch.Tensor'>; it must be a bool"),
+        (lambda: s.linear_scan(X, X, initial_state=torch.ones(2, 3).int()), TypeError, "with states of torch.float32; accepted are floating-point dtypes$"),
+        (lambda: s.linear_scan(X, X, cu_seqlens=torch.tensor([0, 3, 1, 8])), ValueError, "^cu_seqlens falls from 3 to 1 at index 2; it must rise from 0 to the 8 steps"),
+        (lambda: s.ssd_scan(*SSD, dt_limit=torch.tensor([0.0, 1.0])), TypeError, r"^dt_limit is a Tensor of shape \(2,\); it must be a pair"),
+        (lambda: compat.uninstall("nope"), ValueError, "^'nope' is not what uninstall takes"),
+        (lambda: compat.install("nope"), ValueError, "^'nope' is not what install takes"),
+        (lambda: FlashRNNConfig(dtype=torch.float32), ValueError, "^dtype is torch.float32; accepted are .*, so pass dtype='float32'$"),
+        (lambda: FlashRNNConfig(dtype=torch.int8), ValueError, "^dtype is torch.int8; accepted are bfloat16, float16, float32, float64$"),
+        (lambda: FlashRNNConfig(backend=["cuda"]), ValueError, "^backend is \\['cuda'\\]; accepted are cuda_fused"),
+        (lambda: nn.RMSNormGated(8)(torch.zeros(2, 5)), ValueError, r"^RMSNormGated: Expected x of size \(..., 8\), got \(2, 5\)$"),
+        (lambda: nn.Mamba2(8, headdim=4)(torch.zeros(4, 8), seqlen=0), ValueError, "^Mamba2: Expected seqlen of 1 or more, got 0$"),
+    ],
+)  # fmt: skip
+def test_messages_say_what_was_passed_and_what_is_accepted(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()

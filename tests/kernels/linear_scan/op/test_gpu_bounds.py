@@ -171,7 +171,7 @@ def test_bounds_are_checked_on_demand(monkeypatch):
     words = "it must rise from 0 to the 9 steps of the time dimension"
     monkeypatch.setenv("SCAN_REGISTRY_DEBUG", "1")
     for values, how in (
-        ([0, 5, 3, 9], "falls somewhere"),
+        ([0, 5, 3, 9], "falls from .*"),
         ([0, 10], "runs from 0 to 10"),
         ([1, 9], "runs from 1 to 9"),
     ):

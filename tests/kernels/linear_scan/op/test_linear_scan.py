@@ -204,8 +204,8 @@ class TestLinearScan(OperatorTests):
         **{
             str(x): ({"cu_seqlens": torch.tensor(x)}, ValueError, f"cu_seqlens {words}; it must rise from 0 to the 4 steps")
             for x, words in (
-                ([0, 3, 1, 4], "falls somewhere"), ([0, -1, 4], "falls somewhere"), ([4, 0], "falls somewhere"),
-                ([0, 2**62 + 1, -(2**62), 4], "falls somewhere"), ([1, 4], "runs from 1 to 4"), ([0, 3], "runs from 0 to 3"),
+                ([0, 3, 1, 4], "falls from .*"), ([0, -1, 4], "falls from .*"), ([4, 0], "falls from .*"),
+                ([0, 2**62 + 1, -(2**62), 4], "falls from .*"), ([1, 4], "runs from 1 to 4"), ([0, 3], "runs from 0 to 3"),
                 ([0, 5], "runs from 0 to 5"), ([-1, 4], "runs from -1 to 4"), ([0, 2**40], "runs from 0 to 1099511627776"),
                 ([-(2**63), 2**63 - 1], "runs from -9223372036854775808 to 9223372036854775807"),
             )

@@ -67,7 +67,7 @@ def test_narrow_dtypes_mix(name: str, dtype: torch.dtype) -> None:
         ({"initial_state": torch.zeros(2, 4, 6, 3)}, ValueError, r"be \(2, 4, 3, 6\)"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"be \(2, 1, 4, 3, 6\)"),
         ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, "runs from 0 to 4"),
-        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, ValueError, "falls somewhere"),
+        ({"cu_seqlens": torch.tensor([0, 3, 2, 5])}, ValueError, "falls from .*"),
         ({"cu_seqlens": torch.tensor([[0, 5]])}, ValueError, r"cu_seqlens has shape \(1, 2\)"),
         ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens has dtype"),
         ({"seq_idx": torch.zeros(5).int()}, ValueError, r"seq_idx has shape .* be \(2, 5\)"),

@@ -333,3 +333,11 @@ def test_another_operators_option_is_refused_with_what_to_say(
     assert main(["explain", *words, *how]) == 2
     said = capsys.readouterr().err.strip()
     assert message in f"{said}. "
+
+
+def test_a_device_that_is_no_name_of_one_is_refused_first(
+    capsys: Capture,
+) -> None:
+    words = ["explain", "linear_scan", "--dtype", "fp32", "--shape", "2,8,64", "--device", "gpu"]
+    assert main(words) == 2
+    assert "--device is 'gpu'; accepted are cpu, cuda and cuda:N" in capsys.readouterr().err
