@@ -46,7 +46,7 @@ def check_constructor(
         raise TypeError(f"bidirectional should be of type bool, got: {bidirectional!r}")
     if not isinstance(dropout, numbers.Number):
         raise ValueError(f"dropout should be a number in range [0, 1], got: {dropout!r}")
-    if dtype is not None and dtype not in ACCEPTED:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in ACCEPTED):
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(

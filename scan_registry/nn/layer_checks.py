@@ -47,7 +47,7 @@ def check_bools(**flags: Any) -> None:
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse what is none of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name} should be {' or '.join(map(repr, choices))}, got: {value!r}")
 
 

@@ -68,15 +68,15 @@ def check_positive(**values: Any) -> None:
 
 def check_ranks(dt_rank: Any, dt_init: Any) -> None:
     """Refuse what is no rank, and no way to begin, of the projection to step sizes."""
-    if dt_rank != "auto":
+    if not isinstance(dt_rank, str) or dt_rank != "auto":
         check_size("dt_rank", dt_rank, " or 'auto'")
-    if dt_init not in ("random", "constant"):
+    if not isinstance(dt_init, str) or dt_init not in ("random", "constant"):
         raise ValueError(f"dt_init should be 'random' or 'constant', got: {dt_init!r}")
 
 
 def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
     """Refuse a dtype of parameters and a backend that modules on scans do not have."""
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in DTYPES):
         raise TypeError(f"dtype should be one of {_DTYPES}, got: {dtype!r}")
     if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(

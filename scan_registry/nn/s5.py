@@ -206,7 +206,8 @@ class S5(ScanLayer):
         layer_checks.check_absent(
             {"factor_rank": (factor_rank, None), "liquid": (liquid, False), "degree": (degree, 1)}
         )
-        layer_checks.check_choice("bcInit", bcInit or "dense", ("dense", "complex_normal"))
+        bcInit = "dense" if bcInit is None else bcInit
+        layer_checks.check_choice("bcInit", bcInit, ("dense", "complex_normal"))
         layer_checks.check_choice("discretization", discretization, ("zoh", "bilinear"))
         super().__init__(batch_first, dtype, backend)
         self.features = self.width = width
@@ -214,7 +215,7 @@ class S5(ScanLayer):
         self.channels = state_width * (2 if bidir else 1)
         self.block_count, self.bidir, self.discretization = block_count, bidir, discretization
         self.seq = S5SSM(
-            *(width, state_width, block_count, dt_min, dt_max, bidir, bcInit or "dense"),
+            *(width, state_width, block_count, dt_min, dt_max, bidir, bcInit),
             *(discretization, device, dtype),
         )
 

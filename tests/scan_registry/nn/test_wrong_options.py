@@ -6,12 +6,14 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from scan_registry import nn
 
 NAN = math.nan
+WORDS = numpy.array(["auto", "random"])
 #: A module, its positional arguments and options, the error, and words of its message.
 CONSTRUCTORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (nn.LSTM, (3, 4), {"bidirectional": "no"}, TypeError, "bidirectional should be of type bool, got: 'no'"),
@@ -37,6 +39,11 @@ CONSTRUCTORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], type[Exception], 
     (nn.Mamba, (8,), {"backend": ["auto"]}, ValueError, r"backend should be one of auto, .*got: \['auto'\]"),
     (nn.LSTM, (3, 4), {"backend": ["auto"]}, ValueError, r"backend should be one of auto, .*got: \['auto'\]"),
     (nn.LSTM, (3, 4), {"backend": ["auto"], "proj_size": 2}, ValueError, "backend should be one of auto"),
+    (nn.Mamba, (8,), {"dt_init": WORDS}, ValueError, "dt_init should be 'random' or 'constant'"),
+    (nn.Mamba, (8,), {"dt_rank": WORDS}, TypeError, "dt_rank should be of type int or 'auto', got: ndarray"),
+    (nn.Mamba, (8,), {"dtype": WORDS}, TypeError, "dtype should be one of torch.float32"),
+    (nn.LSTM, (3, 4), {"dtype": WORDS}, TypeError, "dtype should be one of torch.float32"),
+    (nn.S5, (8,), {"bcInit": WORDS}, ValueError, "bcInit should be 'dense' or 'complex_normal'"),
     (nn.Mamba, (0,), {}, ValueError, "d_model must be greater than zero, got: 0"),
 ]  # fmt: skip
 
