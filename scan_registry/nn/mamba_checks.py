@@ -132,6 +132,11 @@ def check_convolution(module: GeneratingBlock, channels: int) -> None:
     if type(conv) is not nn.Conv1d:
         return
     width = module.d_conv
+    sizes = conv.kernel_size, conv.stride, conv.padding, conv.dilation
+    around = conv.groups, conv.in_channels, conv.out_channels, conv.padding_mode
+    usual = (channels, channels, channels, "zeros")
+    if sizes == ((width,), (1,), (width - 1,), (1,)) and around == usual:
+        return
     expected = {
         "kernel_size": (width,), "stride": (1,), "padding": (width - 1,), "dilation": (1,), "groups": channels,
         "in_channels": channels, "out_channels": channels, "padding_mode": "zeros",
@@ -145,7 +150,7 @@ def check_convolution(module: GeneratingBlock, channels: int) -> None:
 
 def check_shape(module: nn.Module, what: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a parameter of another shape than the module's own."""
-    if tuple(parameter.shape) != shape:
+    if parameter.shape != shape:
         raise ValueError(
             f"{type(module).__name__}: Expected {what} of size {shape}, got {tuple(parameter.shape)}"
         )
@@ -153,7 +158,7 @@ def check_shape(module: nn.Module, what: str, parameter: Tensor, shape: tuple[in
 
 def check_linear(module: nn.Module, what: str, into: int, out: int) -> None:
     """Refuse an ``nn.Linear`` in place of the module's own that has other sizes. Other modules are only called."""
-    linear: Any = getattr(module, what)
+    linear: Any = module._modules[what]  # at once, as steps ask for it, too
     if type(linear) is nn.Linear and (linear.in_features, linear.out_features) != (into, out):
         raise ValueError(
             f"{type(module).__name__}: Expected {what} with in_features={into} and out_features={out}, got "

@@ -36,7 +36,7 @@ def refuse_layout(name: str, tensor: Tensor, of_jagged: str | None = None) -> No
 def refuse_shared_elements(name: str, tensor: Tensor) -> None:
     """Refuse a tensor that is to be changed in place if some of its elements share memory, as in a tensor that is expanded
     or of overlapping windows."""
-    if type(tensor) is Tensor and not _is_compiling() and tensor.is_contiguous():
+    if type(tensor) is Tensor and not _is_compiling() and _in_order(tensor):
         return
     if any(
         surely(stride == 0) and not surely(size <= 1)
@@ -50,6 +50,17 @@ def refuse_shared_elements(name: str, tensor: Tensor) -> None:
             f"{name} has elements that share memory, with strides {tuple(tensor.stride())}; it is changed in place, so "
             f"pass {name}.clone()"
         )
+
+
+def _in_order(tensor: Tensor) -> bool:
+    """Whether each stride is at least what the dimensions behind it extend over, as in nearly all tensors."""
+    extent = 1
+    for size, stride in zip(tensor.shape[::-1], tensor.stride()[::-1], strict=True):
+        if size > 1:
+            if stride < extent:
+                return False
+            extent += (size - 1) * stride
+    return True
 
 
 def _may_overlap(tensor: Tensor) -> bool:
