@@ -370,11 +370,13 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Sample:
-    """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for."""
+    """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for. ``size`` is a size that decides
+    which GPUs have a kernel for the problem, such as ``128 states``; empty if none does."""
 
     problem: Problem
     dtype: str
     access: str
+    size: str = ""
 
 
 @dataclass(frozen=True)
@@ -407,7 +409,8 @@ class Family:
     """Kernels that compute one thing.
 
     samples    problems that between them call for every kernel, in every dtype, with inputs that are
-               aligned and that are not: what ``doctor`` asks selection about
+               aligned and that are not, and of sizes that not every GPU has a kernel for: what ``doctor`` asks
+               selection about
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     by_torch   the dtypes that plain torch computes on the CPU all the same
     stand_in   what a call runs on a GPU that no kernel fits

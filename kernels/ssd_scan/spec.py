@@ -293,8 +293,8 @@ def _kernel(direction: Direction) -> Kernel:
     )
 
 
-def _sample(direction: Direction, dtype: str) -> Sample:
-    batch, time, heads, size, states = 8, 2048, 32, 64, 64
+def _sample(direction: Direction, dtype: str, states: int) -> Sample:
+    batch, time, heads, size = 8, 2048, 32, 64
     strides_of = {
         "x": (time * heads * size, heads * size, size),
         "dt": (time * heads, heads, 1),
@@ -313,9 +313,9 @@ def _sample(direction: Direction, dtype: str) -> Sample:
         strides=tuple(stride for name in STRIDED[direction] for stride in strides_of[name]),
         softplus=True,
         splits=heads // most_heads(dtype),
-        block=SMALL_BLOCK,
+        block=SMALL_BLOCK,  # which every GPU has memory for that has any
     )
-    return Sample(problem, dtype, "aligned")
+    return Sample(problem, dtype, "aligned", f"{states} states")
 
 
 FAMILY = Family(
@@ -323,6 +323,6 @@ FAMILY = Family(
     summary="s[t] = exp(dt * A) * s[t-1] + dt * x[t] (x) B[t]; out = s . C, of heads with one decay each",
     folder=FOLDER,
     kernels=tuple(map(_kernel, DIRECTIONS)),
-    samples=tuple(starmap(_sample, product(DIRECTIONS, DTYPES))),
+    samples=tuple(starmap(_sample, product(DIRECTIONS, DTYPES, TILES["forward"]))),
     stand_in="torch's matrix products, chunk by chunk",
 )

@@ -8,24 +8,26 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.package import NAME
+from scan_registry.base.suggestion import accepted_words
 from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.catalog.providers import MISNAMED
+from scan_registry.cli.doctor_json import document
+from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, assumed, gpu_of, visible
 from scan_registry.cli.listing import size_text
-from scan_registry.diagnostics.doctor import (
-    Answer,
+from scan_registry.diagnostics.doctor import Families, coverage, findings_of, lacks
+from scan_registry.diagnostics.doctor_report import (
     ArchiveState,
     CacheState,
     Finding,
@@ -33,12 +35,8 @@ from scan_registry.diagnostics.doctor import (
     ProviderState,
     Report,
     Severity,
-    coverage,
-    findings_of,
-    lacks,
 )
-from scan_registry.diagnostics.explanation import device_record
-from scan_registry.diagnostics.first_calls import MEASURED_ON
+from scan_registry.diagnostics.verify import missing
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Key, System
@@ -61,21 +59,41 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Looks at the installation and at the GPUs here, or at one that --for describes "
         "and that need not be here: which kernels would run in which form, what is wrong, and what "
         "to install. Runs and changes nothing.",
-        epilog="Exit status 0: every call that a wheel has a kernel for would run a kernel, and everything installed is "
-        "intact and fits. Without a GPU: calls on the CPU work. 1: otherwise. 2: invalid arguments. "
+        epilog="Exit status 0: every checked call that a wheel has a kernel for would run a kernel, no level that is set "
+        "forbids all that a GPU can run, and everything installed is intact and fits. Without a GPU: calls on the CPU work. 1: otherwise. 2: invalid arguments. "
         "The JSON document is described by scan_registry/schemas/doctor.json.",
     )
     add_gpu(parser)
     parser.add_argument(
         "--strict", action="store_true", help="exit with status 1 on a machine without a GPU, too"
     )
+    levels = " ".join(policy.LEVELS)
+    parser.add_argument(
+        "--require",
+        metavar="LEVEL",
+        help=f"exit with status 1 if a kernel that is checked is below this level: {levels}",
+    )
+    for name, example in (("family", "linear_scan"), ("dtype", "bfloat16")):
+        parser.add_argument(
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar="X",
+            help=f"check only this {name}, such as {example}; may repeat",
+        )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, and say what was seen; ``UsageError`` for arguments that cannot be meant."""
     elsewhere = gpu_of(args)
-    report = examine(elsewhere, strict=args.strict)
+    chosen = _chosen(args)
+    if args.require is not None:
+        check_known("--require", args.require, [*policy.LEVELS])
+    with policy.require(args.require or "reference"):
+        report = examine(
+            elsewhere, strict=args.strict, chosen=chosen, required=args.require is not None
+        )
     if elsewhere is not None:
         (gpu,) = report.gpus
         report = replace(report, gpus=(replace(gpu, assumed=assumed(args, elsewhere)),))
@@ -89,8 +107,43 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
-    """This installation, on the GPUs here, or on the one that is given."""
+def check_known(option: str, word: str, accepted: Sequence[str]) -> None:
+    """``UsageError`` if the word is none of those that the option accepts."""
+    if word not in accepted:
+        raise UsageError(f"{option} is {word!r}; {accepted_words(word, accepted)}")
+
+
+def _chosen(args: argparse.Namespace) -> Families:
+    """The families that are asked for, with the samples of the dtypes that are asked for."""
+    from scan_registry.kernels import families
+    from scan_registry.ops.operator import DTYPES
+
+    there = families()
+    for name in args.family:
+        check_known("--family", name, [*there])
+    for name in args.dtype:
+        check_known("--dtype", name, [*DTYPES])
+    dtypes = {DTYPES[name] for name in args.dtype}
+    return {
+        name: replace(
+            family, samples=tuple(s for s in family.samples if not dtypes or s.dtype in dtypes)
+        )
+        for name, family in there.items()
+        if not args.family or name in args.family
+    }
+
+
+def examine(
+    elsewhere: Device | None = None,
+    *,
+    strict: bool = False,
+    chosen: Families | None = None,
+    required: bool = False,
+) -> Report:
+    """This installation, on the GPUs here, or on ``elsewhere``, with the families that are chosen (default: all).
+
+    ``required``: a call that raises is an error without exception.
+    """
     from scan_registry.cache import tuned
     from scan_registry.kernels import families
     from scan_registry.runtime import jit
@@ -112,8 +165,8 @@ def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
         lowest=_lowest(findings),
         cpu=cpu[0] if cpu else None,
     )
-    findings += findings_of(here)
-    covered = []
+    findings += findings_of(here, [device for _, device in gpus])
+    covered, requested = [], families() if chosen is None else chosen
     for ordinal, device in gpus:
         system = System(
             device,
@@ -123,8 +176,8 @@ def examine(elsewhere: Device | None = None, *, strict: bool = False) -> Report:
             stock.damaged,
             tuned=None if ordinal is None else tuned.archive_of(device),
         )
-        covered.append(coverage(system, families(), here.lowest, ordinal))
-        findings += lacks(covered[-1], system, families(), here.lowest)
+        covered.append(coverage(system, requested, here.lowest, ordinal))
+        findings += lacks(covered[-1], system, requested, here.lowest, without_exception=required)
     return Report(here, tuple(covered), tuple(findings), strict)
 
 
@@ -155,6 +208,9 @@ def _stock(findings: list[Finding]) -> _Stock:
     for provider in installed:
         mismatch = provider.mismatch(__version__)
         archives, about = provider.archives, f"{provider.name} {provider.version}"
+        for path in missing(provider):
+            text = f"{path.relative_to(provider.folder.resolve())} is missing"
+            findings.append(Finding("error", about, text, (f"reinstall {provider.name}",)))
         for path in provider.misnamed:
             findings.append(Finding("warning", about, f"{path} {MISNAMED}", ("remove the file",)))
         states.append(
@@ -318,62 +374,3 @@ def _cache(cache: Cache) -> CacheState:
         except FileNotFoundError:
             continue  # cleared by another process meanwhile
     return CacheState(str(cache.folder), unusable, len(sizes), sum(sizes), free)
-
-
-# --- JSON -------------------------------------------------------------------------------------
-
-
-def document(report: Report) -> dict[str, Any]:
-    """The stable form, as ``schemas/doctor.json`` describes it: keys are only ever added."""
-    here, first = report.installation, report.first
-    return {
-        "version": here.version,
-        "passed": report.passed,
-        "strict": report.strict,
-        "cpu": {"works": here.cpu is None, "missing": here.cpu},
-        "python": here.python,
-        "torch": here.torch,
-        "jax": here.jax,
-        "driver": dotted(here.driver) if here.driver else None,
-        "compilers": {
-            language: {"identity": None, "cuda": None, "missing": toolchain}
-            if isinstance(toolchain, str)
-            else {"identity": toolchain.identity, "cuda": dotted(toolchain.cuda), "missing": None}
-            for language, toolchain in here.toolchains.items()
-        },
-        "lowest_tier": str(here.lowest),
-        "cache": asdict(here.cache),
-        "providers": [_provider_record(provider) for provider in here.providers],
-        "gpus": [
-            {
-                "ordinal": gpu.ordinal,
-                "device": device_record(gpu.device),
-                "assumed": list(gpu.assumed),
-                "answers": [_answer_record(answer) for answer in gpu.answers],
-                "tuned": [asdict(local) for local in gpu.tuned],
-                "first_calls": [
-                    {**asdict(call), "tier": str(call.tier)} for call in gpu.first_calls
-                ],
-                "first_calls_on": MEASURED_ON,
-            }
-            for gpu in report.gpus
-        ],
-        "findings": [_finding_record(finding) for finding in report.findings],
-        "first": first and {"about": first.about, "remedy": first.remedies[0]},
-    }
-
-
-def _provider_record(provider: ProviderState) -> dict[str, Any]:
-    denied = [{"subject": s, "reason": reason} for s, reason in provider.denied.items()]
-    archives = [asdict(archive) for archive in provider.archives]
-    return {**asdict(provider), "denied": denied, "archives": archives}
-
-
-def _answer_record(answer: Answer) -> dict[str, Any]:
-    tiers = {b: None if tier is None else str(tier) for b, tier in answer.tiers.items()}
-    return {**asdict(answer), "tiers": tiers}
-
-
-def _finding_record(finding: Finding) -> dict[str, Any]:
-    listed = {"remedies": list(finding.remedies), "reasons": list(finding.reasons)}
-    return {**asdict(finding), **listed}

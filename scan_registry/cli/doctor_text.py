@@ -11,7 +11,7 @@ from rich.markup import escape
 from scan_registry.catalog.providers import CORE
 from scan_registry.cli.listing import size_text
 from scan_registry.cli.tables import new_table, say, screen, show
-from scan_registry.diagnostics.doctor import (
+from scan_registry.diagnostics.doctor_report import (
     Answer,
     CacheState,
     Coverage,
@@ -23,6 +23,7 @@ from scan_registry.diagnostics.first_calls import CALL, DATE, MEASURED_ON
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Backend
+from scan_registry.hardware.products import named
 
 LEGEND = """
 exact, same-major: machine code; ptx: compiled by the driver, at its first use; jit: compiled here, at \
@@ -61,7 +62,8 @@ def show_report(report: Report) -> None:
             say(console, f"    {reason}")
         for remedy in finding.remedies:
             say(console, f"  → {remedy}")
-    if first := report.first:
+    first = None if report.passed else report.first
+    if first:
         say(console, f"\nTo do first: {first.remedies[0]}", "bold")
     say(console, f"\n{_verdict(report)}")
 
@@ -69,14 +71,34 @@ def show_report(report: Report) -> None:
 def _verdict(report: Report) -> str:
     if report.gpus:
         if not report.passed:
-            return "Not every call runs a kernel."
-        tiers = {answer.tiers["auto"] for gpu in report.gpus for answer in gpu.answers}
-        left = tiers & {Tier.REFERENCE, None}
-        return f"Every call runs a kernel{', except where no wheel holds one' if left else ''}."
+            return f"Not every call that was checked runs a kernel. {_question(report.gpus)}"
+        return f"{_checked(report.gpus)} {_question(report.gpus)}"
     if report.installation.cpu:
         return "No call runs."
     broken = any(finding.severity == "error" for finding in report.findings)
     return f"CPU only: calls run this package's code for the CPU{', but see the errors' if broken else ''}."
+
+
+def _checked(gpus: Sequence[Coverage]) -> str:
+    """What was checked, in a sentence, and how it came out."""
+    answers = [answer for gpu in gpus for answer in gpu.answers]
+    count = len({(answer.family, answer.kernel) for answer in answers})
+    without = sum(answer.tiers["auto"] in (Tier.REFERENCE, None) for answer in answers)
+    outcome = f"{without} of {len(answers)} problems run none" if without else "each runs one"
+    return f"Checked: {count} kernels, with a few problems in each dtype; {outcome}."
+
+
+def _question(gpus: Sequence[Coverage]) -> str:
+    """How to ask about other sizes."""
+    gpu = gpus[0]
+    answers = sorted(gpu.answers, key=lambda answer: not answer.size)
+    product = named(gpu.device.name)
+    words = f" --for '{product.name}'" if product else f" --for {gpu.device.arch}"
+    if product and " " not in product.name:
+        words = f" --for {product.name}"
+    dtype, where = answers[0].dtype, "" if gpu.ordinal is not None else words
+    command = f"scan-registry explain {answers[0].family} --dtype {dtype} --shape …{where}"
+    return f"Ask about your sizes: `{command}`"
 
 
 def _cache_words(cache: CacheState) -> str:
@@ -137,9 +159,9 @@ def _alike(
         yield kernel, [*answers]
         return
     yield kernel, []
-    every = [(answer.dtype, answer.access) for answer in answers]
+    every = [answer.pair for answer in answers]
     for some in groups.values():
-        yield f"  {condensed([(row.dtype, row.access) for row in some], every)}", some
+        yield f"  {condensed([row.pair for row in some], every)}", some
 
 
 def _print_first_calls(console: Console, gpu: Coverage) -> None:
@@ -166,7 +188,7 @@ def _cell(answers: Iterable[Answer], backend: Backend) -> str:
     every = []
     for answer in answers:
         if backend in answer.tiers:
-            every.append((answer.dtype, answer.access))
+            every.append(answer.pair)
             tiers.setdefault(answer.tiers[backend], []).append(every[-1])
     lines = []
     for tier, pairs in tiers.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import Any
 
 from scan_registry.cli.errors import UsageError
 from scan_registry.dispatch.fit import dotted
@@ -20,12 +21,28 @@ _CAPABILITY = re.compile(r"([1-9]\d?)\.(\d)", re.ASCII)
 _ALMOST = re.compile(r"(?:sm|compute|ptx|cc)?[\s_-]*([1-9]\d?)\.?(\d)[af]?", re.ASCII)
 
 
+class _Once(argparse.Action):
+    """The option's value; a second one is an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string} is given twice; ask about one GPU at a time")
+        setattr(namespace, self.dest, values)
+
+
 def add_gpu(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that describe a GPU."""
     parser.add_argument(
         *("--for", "--arch"),
         dest="arch",
         metavar="GPU",
+        action=_Once,
         help="a GPU that need not be here, by its name, compute capability or architecture: H100, 9.0, sm_90",
     )
     parser.add_argument(

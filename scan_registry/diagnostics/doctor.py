@@ -7,22 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from scan_registry.artifact.archive import Archive, ArchiveError
+from scan_registry.diagnostics.doctor_report import (
+    Answer,
+    Coverage,
+    Finding,
+    Installation,
+    Severity,
+)
 from scan_registry.diagnostics.doctor_words import listed, outcome, wheel_for
 from scan_registry.diagnostics.explanation_words import called, grouped
-from scan_registry.diagnostics.first_calls import FirstCall, first_calls
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier, Toolchain, dotted, nearest_tier
 from scan_registry.dispatch.rows import Origin
 from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.dispatch.shipped import holds, targets_of
 from scan_registry.hardware.device import SUPPORTED, Device, driver_text
-from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
+from scan_registry.hardware.target import COMPILERS, OLDEST, RELEASED, CudaVersion, Target
 from scan_registry.kernels.model import PLAIN_TORCH, Family, Language, Sample, Variant
 
-Severity = Literal["error", "warning", "note"]
 Families = Mapping[str, Family]
 #: Of what runs where no language is asked for; machine code is as it should be.
 _SEVERITY: Mapping[Tier | None, Severity] = {
@@ -36,147 +40,11 @@ _SEVERITY_OF_LEFT: Mapping[Tier | None, Severity] = {Tier.JIT: "note"}
 _MOST_REASONS = 8  # of one finding
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something to know of.
-
-    severity  "error" if a call falls to plain torch, or raises, because of it
-    about     the GPU or the part of the installation
-    remedies  each of which would help
-    reasons   why what is closer to the GPU is ruled out
-    """
-
-    severity: Severity
-    about: str
-    text: str
-    remedies: tuple[str, ...] = ()
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What one sample gets, by backend; None where nothing runs. Languages without a kernel are left out."""
-
-    family: str
-    kernel: str
-    dtype: str
-    access: str
-    tiers: Mapping[Backend, Tier | None]
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """One GPU, by its ordinal if it is here, and what every sample of every family gets on it.
-
-    tuned    where the rows come from that samples go by; empty where the specs' estimates decide
-    assumed  of a GPU that is not here, what was not said of it
-    """
-
-    device: Device
-    ordinal: int | None
-    answers: tuple[Answer, ...]
-    tuned: tuple[Origin, ...] = ()
-    assumed: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return title(self.device, self.ordinal)
-
-    @property
-    def first_calls(self) -> tuple[FirstCall, ...]:
-        return first_calls(answer.tiers for answer in self.answers)
-
-
-def title(device: Device, ordinal: int | None) -> str:
-    """What tables and findings call a GPU."""
-    prefix = "" if ordinal is None else f"cuda:{ordinal}, "
-    return f"{prefix}{device.name} ({device.arch})"
-
-
-@dataclass(frozen=True)
-class ArchiveState:
-    """An archive and what is wrong with it; ``binaries`` are those that are intact.
-
-    One of a provider that does not go with this version is not read, and binaries is None.
-    """
-
-    arch: str
-    path: str
-    size: int | None
-    binaries: int | None
-    damage: str | None
-
-
-@dataclass(frozen=True)
-class ProviderState:
-    """A package that brings archives. ``mismatch`` is why it does not go with this version."""
-
-    name: str
-    version: str
-    core: str
-    folder: str
-    mismatch: str | None
-    denied: Mapping[str, str]
-    archives: tuple[ArchiveState, ...]
-
-
-@dataclass(frozen=True)
-class CacheState:
-    """The JIT's cache folder: why it is not usable, what it holds, and bytes left on its disk."""
-
-    folder: str
-    unusable: str | None
-    entries: int
-    size: int
-    free: int
-
-
-@dataclass(frozen=True)
-class Installation:
-    """The facts, whatever the GPU. A version that is missing is None. ``cpu`` says why calls on the CPU fail, or None."""
-
-    python: str
-    version: str
-    torch: str | None
-    jax: str | None
-    driver: CudaVersion | None
-    toolchains: Mapping[Language, Toolchain | str]
-    providers: tuple[ProviderState, ...]
-    cache: CacheState
-    lowest: Tier
-    cpu: str | None = None
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that ``scan-registry doctor`` says. ``strict``: a machine without a GPU does not pass."""
-
-    installation: Installation
-    gpus: tuple[Coverage, ...]
-    findings: tuple[Finding, ...]
-    strict: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """Whether every call gets a kernel on every GPU; without one, whether calls on the CPU work."""
-        usable = bool(self.gpus) or not (self.strict or self.installation.cpu)
-        return usable and all(finding.severity != "error" for finding in self.findings)
-
-    @property
-    def first(self) -> Finding | None:
-        """Of what can be helped, the finding that matters most: the first of the worst severity."""
-        for severity in ("error", "warning"):
-            for finding in self.findings:
-                if finding.severity == severity and finding.remedies:
-                    return finding
-        return None
-
-
 # --- The installation -------------------------------------------------------------------------
 
 
-def findings_of(there: Installation) -> Iterator[Finding]:
-    """What is wrong whatever the GPU."""
+def findings_of(there: Installation, devices: Iterable[Device] = ()) -> Iterator[Finding]:
+    """What is wrong whatever the GPU. ``devices``: the GPUs that packages are for, if none is installed."""
     for provider in there.providers:
         about = f"{provider.name} {provider.version}"
         if provider.mismatch:
@@ -187,8 +55,9 @@ def findings_of(there: Installation) -> Iterator[Finding]:
                 yield Finding("error", about, archive.damage, (f"reinstall {provider.name}",))
     if not any(provider.archives for provider in there.providers):
         text = "no package with GPU kernels is installed"
-        chosen = f"`pip install scan-registry-…`, of {', '.join(RELEASED)}, for your GPU"
-        yield Finding("warning", f"scan-registry {there.version}", text, (chosen,))
+        unknown = f"`pip install scan-registry-…`, of {', '.join(RELEASED)}, for your GPU"
+        packages = tuple(dict.fromkeys(filter(None, map(_package, devices)))) or (unknown,)
+        yield Finding("warning", f"scan-registry {there.version}", text, packages)
     if there.cache.unusable:
         about = f"cache folder {there.cache.folder}"
         private = "set SCAN_REGISTRY_CACHE to a folder that only you can write to"
@@ -196,6 +65,13 @@ def findings_of(there: Installation) -> Iterator[Finding]:
         chmod = (f"chmod go-w {there.cache.folder}",) if open_to_others else ()
         text = f"{there.cache.unusable}: each process compiles anew what no archive brings"
         yield Finding("warning", about, text, (*chmod, private))
+
+
+def _package(device: Device) -> str | None:
+    """How to come by the package for a GPU; None if the GPU is too old for all of them."""
+    if device.capability < OLDEST:
+        return None
+    return wheel_for(next(t for t in targets_of(device) if t.label in RELEASED), device)
 
 
 # --- One GPU ----------------------------------------------------------------------------------
@@ -218,28 +94,38 @@ def coverage(
         if winner and winner.tuned and winner.ms is not None:
             tuned[winner.tuned.origin] = None
         kernel = sample.problem.kernel
-        answers.append(Answer(family.name, kernel, sample.dtype, sample.access, tiers))
+        answers.append(Answer(family.name, kernel, sample.dtype, sample.access, tiers, sample.size))
     return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
-def lacks(coverage: Coverage, there: System, families: Families, lowest: Tier) -> Iterator[Finding]:
+def lacks(
+    coverage: Coverage,
+    there: System,
+    families: Families,
+    lowest: Tier,
+    *,
+    without_exception: bool = False,
+) -> Iterator[Finding]:
     """What falls below machine code on one GPU, why, and what would lift it.
 
-    ``found`` is the coverage of the same system.
+    ``coverage`` is that of the same system. ``without_exception``: a call that raises is an error, even where no wheel holds its
+    kernel and a compiler would make it.
     """
     samples = _samples(families)
     for backend in dict.fromkeys(b for answer in coverage.answers for b in answer.tiers):
         answers = {n: a for n, a in enumerate(coverage.answers) if backend in a.tiers}
-        groups: dict[tuple[Tier | None, bool], list[int]] = {}
+        groups: dict[tuple[Tier | None, bool, bool], list[int]] = {}
         for number, answer in answers.items():
             if _worth_a_word(answer, backend):
                 left = _is_left(coverage.device, *samples[number], backend)
-                groups.setdefault((answer.tiers[backend], left), []).append(number)
-        for (tier, left), numbers in groups.items():
-            group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers))
+                never = left and not _can_be_compiled(there, *samples[number], backend)
+                groups.setdefault((answer.tiers[backend], left, never), []).append(number)
+        for (tier, left, never), numbers in groups.items():
+            group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers), never)
             kernels = listed([answers[n] for n in numbers], [*answers.values()])
+            raises = tier is None and backend == "auto"
             severity: Severity = "warning"
-            if left:
+            if left and not (raises and (never or without_exception)):
                 severity = _SEVERITY_OF_LEFT.get(tier, "warning")
             elif backend == "auto":
                 severity = _SEVERITY[tier]
@@ -259,6 +145,18 @@ def _is_left(device: Device, family: Family, sample: Sample, backend: Backend) -
         holds(target, family, sample.problem, backend, device.shared_memory_per_block)
         for target in targets
     )
+
+
+def _can_be_compiled(there: System, family: Family, sample: Sample, backend: Backend) -> bool:
+    """Whether a compiler makes what solves the sample on the system's GPU: some GPUs have too little shared memory for all variants."""
+    assert there.device is not None
+    made_by = Toolchain("of wheels", COMPILERS)
+    everything = replace(
+        there,
+        device=replace(there.device, driver=max(there.device.driver, *SUPPORTED)),
+        toolchains={"cuda": made_by, "triton": made_by},
+    )
+    return select(everything, family, sample.problem, backend, Tier.JIT).winner is not None
 
 
 def _samples(families: Families) -> list[tuple[Family, Sample]]:
@@ -285,13 +183,14 @@ def _worth_a_word(answer: Answer, backend: Backend) -> bool:
 
 @dataclass(frozen=True)
 class _Group:
-    """Samples that end on one tier."""
+    """Samples that end on one tier. ``never``: no compiler makes a kernel for them that the GPU runs."""
 
     system: System
     backend: Backend
     lowest: Tier
     tier: Tier | None
     samples: tuple[tuple[Family, Sample], ...]
+    never: bool = False
 
     @property
     def device(self) -> Device:
@@ -323,13 +222,11 @@ class _Group:
         return tuple(lines)
 
     def remedies(self) -> Iterator[str]:
-        """What would lift at least one of the samples."""
+        """What would lift at least one of the samples: first what keeps to the policy."""
         device = self.device
         if device.capability < OLDEST:
             yield f"use a GPU of compute capability {dotted(OLDEST)} or later"
             return
-        if self._better(lowest=Tier.REFERENCE):
-            yield from self._permissions()
         yield from self._drivers(device)
         yield from self._wheels(device)
         if self._better(system=replace(self.system, denied={})):
@@ -337,10 +234,12 @@ class _Group:
                 "install a release of the package that denies these binaries (see above) in which "
                 "they are replaced"
             )
-        if self._above(Tier.JIT):
+        if self._above(Tier.JIT) and not self.never:
             for language, toolchain in (self.system.toolchains or {}).items():
                 if isinstance(toolchain, str) and self._in_language(language):
                     yield toolchain
+        if self._better(lowest=Tier.REFERENCE):
+            yield from self._permissions()
 
     def _in_language(self, language: Language) -> bool:
         """Whether one of the samples has a kernel in a language that is asked for."""
@@ -390,7 +289,8 @@ class _Group:
     def _is_served(self, target: Target) -> bool:
         """Whether a wheel for the target holds what solves one of the samples."""
         return any(
-            holds(target, family, sample.problem, self.backend) for family, sample in self.samples
+            holds(target, family, sample.problem, self.backend, self.device.shared_memory_per_block)
+            for family, sample in self.samples
         )
 
     def _above(self, tier: Tier) -> bool:

@@ -11,7 +11,7 @@ from scan_registry.hardware.device import Device, driver_text
 from scan_registry.hardware.target import COMPILERS, OLDEST, RELEASED, Target
 
 if TYPE_CHECKING:
-    from scan_registry.diagnostics.doctor import Answer
+    from scan_registry.diagnostics.doctor_report import Answer
 
 
 def outcome(device: Device, backend: Backend, tier: Tier | None) -> str:
@@ -56,12 +56,12 @@ def listed(some: Iterable[Answer], every: Iterable[Answer]) -> str:
 def _by_kernel(answers: Iterable[Answer]) -> dict[str, list[tuple[str, str]]]:
     by_kernel: dict[str, list[tuple[str, str]]] = {}
     for a in answers:
-        by_kernel.setdefault(f"{a.family}.{a.kernel}", []).append((a.dtype, a.access))
+        by_kernel.setdefault(f"{a.family}.{a.kernel}", []).append(a.pair)
     return by_kernel
 
 
 def condensed(some: Iterable[tuple[str, str]], every: Iterable[tuple[str, str]]) -> str:
-    """Pairs of dtype and access in few words; an empty string if ``some`` has every pair."""
+    """Pairs of dtype and access, or dtype and size, in few words; an empty string if ``some`` has every pair."""
     meant, there = dict.fromkeys(some), dict.fromkeys(every)
     if meant.keys() == there.keys():
         return ""

@@ -54,23 +54,30 @@ def altered(provider: Provider) -> list[Defect]:
 
     Nothing is known of an editable installation, which records none of them.
     """
-    # Of this version: files that another version left behind did not install these.
-    recorded = [
-        file
-        for distribution in distributions.named(provider.name)
-        if distribution.version == provider.version
-        for file in Distribution.at(distribution.folder).files or ()
+    return [
+        Defect(path, None, f"{reason}; reinstall {provider.name}")
+        for path, recorded in _recorded(provider)
+        if (reason := _altered(path, recorded))
     ]
-    folder, defects = provider.folder.resolve(), []
+
+
+def missing(provider: Provider) -> list[Path]:
+    """The provider's manifest and archives that its installation recorded and that are gone."""
+    return [path for path, _ in _recorded(provider) if not path.exists()]
+
+
+def _recorded(provider: Provider) -> Iterator[tuple[Path, str]]:
+    """The provider's manifest and archives with the SHA-256 that its installation recorded of each."""
+    folder = provider.folder.resolve()
     manifest, archives = folder / MANIFEST, folder / "archives"
-    for file in recorded:
-        path = Path(str(file.locate())).resolve()
-        ours = path == manifest or (path.parent == archives and path.suffix == SUFFIX)
-        if not ours or file.hash is None or file.hash.mode != "sha256":
-            continue
-        if reason := _altered(path, file.hash.value):
-            defects.append(Defect(path, None, f"{reason}; reinstall {provider.name}"))
-    return defects
+    for distribution in distributions.named(provider.name):
+        if distribution.version != provider.version:
+            continue  # files that another version left behind did not install these
+        for file in Distribution.at(distribution.folder).files or ():
+            path = Path(str(file.locate())).resolve()
+            ours = path == manifest or (path.parent == archives and path.suffix == SUFFIX)
+            if ours and file.hash is not None and file.hash.mode == "sha256":
+                yield path, file.hash.value
 
 
 def _altered(path: Path, recorded: str) -> str | None:

@@ -316,6 +316,9 @@ def _unsolved(
         if reason := kernel.mistakes(variant, problem):
             return reason
     elif candidate.target and not kernel.rules.serves(variant.statics, candidate.target):
+        shared, most = kernel.code.shared(variant), device.shared_memory_per_block
+        if shared > most:
+            return f"{shared} bytes of shared memory per block; the device has {most}"
         return f"it is not for {candidate.target}"
     return kernel.rules.accepts(variant, problem) or kernel.rules.exceeds_residency(
         variant, problem, device.sm_count

@@ -15,7 +15,8 @@ from jsonschema import Draft202012Validator
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.providers import Provider
 from scan_registry.cli import main
-from scan_registry.diagnostics.doctor import Finding, coverage, lacks
+from scan_registry.diagnostics.doctor import coverage, lacks
+from scan_registry.diagnostics.doctor_report import Finding
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System
 from scan_registry.hardware.device import Device

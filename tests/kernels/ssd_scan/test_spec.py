@@ -18,7 +18,7 @@ def best(problem: SSDScanProblem) -> str:
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
 def test_only_z_and_wide_D_take_what_is_compiled_for_them(dtype: str) -> None:
-    (plain,) = (
+    plain = next(
         s.problem for s in FAMILY.samples if s.dtype == dtype and s.problem.kernel == "forward"
     )
     assert isinstance(plain, SSDScanProblem)

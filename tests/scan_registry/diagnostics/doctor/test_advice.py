@@ -12,7 +12,8 @@ import pytest
 from diagnosing import Describe, Factory
 from imaginary import COMPILERS, MISSING
 
-from scan_registry.diagnostics.doctor import Finding, coverage, lacks
+from scan_registry.diagnostics.doctor import coverage, lacks
+from scan_registry.diagnostics.doctor_report import Finding
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import System, advice, select
 from scan_registry.dispatch.shipped import holds

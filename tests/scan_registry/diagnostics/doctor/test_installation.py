@@ -55,7 +55,12 @@ def test_exit_status(
     assert (gpu["ordinal"], gpu["device"]["arch"]) == (None, str(Target.parse(words[1])))
     assert bool(errors(report)) == bool(status)
     out = text(capsys, *words, status=status)
-    assert out.splitlines()[-1] == f"{'Not every' if status else 'Every'} call runs a kernel."
+    product = f" --for {words[1]}"
+    question = f"`scan-registry explain linear_scan --dtype float32 --shape …{product}`"
+    start = "Not every call that was checked runs a kernel." if status else "Checked: 9 kernels, "
+    last = out.splitlines()[-1]
+    assert last.startswith(start)
+    assert last.endswith(f"Ask about your sizes: {question}")
     row = next(line.split() for line in out.splitlines() if "channel_last_forward" in line)
     assert row[1] == tier
     assert ("driver 575 or later" in out) == (status == 1 and words[1] != "sm_75")
@@ -103,6 +108,23 @@ def test_providers_that_are_not_intact(
     assert errors(report) == [f"{error}: every call on a GPU raises it" for error in broken]
     assert [p["name"] for p in report["providers"]] == ["scan-registry", "fine-kernels"]
     assert {a["tiers"]["auto"] for a in report["gpus"][0]["answers"]} == {"exact"}
+
+
+def test_an_archive_that_was_deleted(
+    provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What was installed says that it has been there."""
+    folder = provide("kernels", ["sm90", "sm120"]).folder
+    record = tmp_path / "kernels-1.2.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Name: kernels\nVersion: 1.2\n", encoding="utf-8")
+    files = [f"kernels/archives/{label}.scanreg,sha256=AA,1\n" for label in ("sm90", "sm120")]
+    (record / "RECORD").write_text("".join(files), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (folder / "archives" / "sm90.scanreg").unlink()
+    report = document(capsys, "--for", "sm_120", status=1)
+    assert errors(report) == ["archives/sm90.scanreg is missing"]
+    assert report["first"] == {"about": "kernels 1.2", "remedy": "reinstall kernels"}
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
@@ -221,8 +243,8 @@ def really_installed() -> tuple[Any, Any]:
 def test_whatever_is_installed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, really_installed: tuple[Any, Any], arch: str
 ) -> None:
-    """Its form is that of the schema; what is installed for a GPU runs on it. Wheels have no gated scans in float16, and gradients
-    of ssd_scan in float32 take shared memory that sm_86 and sm_121 lack."""
+    """Its form is that of the schema; what is installed for a GPU runs on it. Wheels have no gated scans in float16, and ssd_scan
+    takes shared memory that sm_86 and sm_121 lack: its gradients in float32, and 128 states in float32 and 256 in any dtype."""
     monkeypatch.setattr(providers, "installed", lambda: really_installed)
     status = main(["doctor", "--for", arch, "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -235,14 +257,19 @@ def test_whatever_is_installed(
     compiled = [a for a in answers if (a["family"], a["dtype"]) == ("gated_scan", "float16")]
     assert len(compiled) == 4
     assert {a["tiers"]["auto"] for a in compiled} <= {"jit", "reference"}
-    (large,) = (
+    large = [
         a
         for a in answers
-        if (a["family"], a["kernel"], a["dtype"]) == ("ssd_scan", "backward", "float32")
-    )
+        if ((a["family"], a["kernel"]) == ("ssd_scan", "backward") and a["dtype"] == "float32")
+        or (
+            (a["family"], a["kernel"]) == ("ssd_scan", "forward")
+            and (a["size"] == "256 states" or (a["dtype"], a["size"]) == ("float32", "128 states"))
+        )
+    ]
+    assert len(large) == 7
     if capability in ((8, 6), (12, 1)):
-        assert large["tiers"]["auto"] == "reference"
-        compiled.append(large)
+        assert {a["tiers"]["auto"] for a in large} == {"reference"}
+        compiled += large
     tiers = {a["tiers"]["auto"] for a in answers if a not in compiled}
     if capability < (8, 0):
         assert (status, tiers) == (1, {"reference"})
