@@ -17,6 +17,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, TextIO, cast
 
+from scan_registry.base.environment import check_flags
 from scan_registry.cli.errors import CLOSED_PIPE, INTERRUPTED, UsageError
 from scan_registry.cli.parsing import PROGRAM, Commands, Parser
 from scan_registry.cli.streams import Output, complain, make_plain
@@ -134,6 +135,11 @@ def _main(words: Sequence[str]) -> int:
         return 2
     # Torch warns of this if NumPy is not installed. Nothing here needs NumPy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    try:
+        check_flags()
+    except ValueError as error:
+        complain(f"{PROGRAM}: error: {error}")
+        return 2
     try:
         return command(args.command).run(args)
     except ModuleNotFoundError as error:

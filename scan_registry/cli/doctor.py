@@ -17,7 +17,7 @@ from pathlib import Path
 
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.package import NAME
-from scan_registry.base.suggestion import accepted_words
+from scan_registry.base.suggestion import accepted_words, nearest
 from scan_registry.cache.store import Cache, jit_cache
 from scan_registry.catalog import distributions, providers
 from scan_registry.catalog.inventory import Catalogue
@@ -353,7 +353,10 @@ def _lowest(findings: list[Finding]) -> Tier:
         return policy.lowest()
     except ValueError as error:
         text = f"{error}: every call raises it"
-        findings.append(Finding("error", "policy", text, (f"unset {policy.VARIABLE}",)))
+        word = os.environ.get(policy.VARIABLE, "").strip().lower()
+        meant = nearest(word, [*policy.LEVELS])
+        remedy = f"set {policy.VARIABLE}={meant}" if meant else f"unset {policy.VARIABLE}"
+        findings.append(Finding("error", "policy", text, (remedy,)))
         return Tier.REFERENCE
 
 

@@ -116,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
         shape = parse_shape("--shape", args.shape)
         parsed, there = operator.parse(dtype, shape, args), _system(args)
         with policy.require(args.require or "reference"):
+            policy.lowest()  # raises for an unknown level, on the CPU too
             explanation = explain_for(
                 *(there, operator.name, *parsed.args), **parsed.kwargs, backend=args.backend
             )

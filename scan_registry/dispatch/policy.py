@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from scan_registry.base.suggestion import accepted_words
 from scan_registry.dispatch.fit import Tier
 
 if TYPE_CHECKING:
@@ -85,4 +86,5 @@ def _tier(level: str, name: str) -> Tier:
     for known, tier in LEVELS.items():
         if level == known:
             return tier
-    raise ValueError(f"{name} is {level!r}; accepted are {', '.join(LEVELS)}")
+    plain = level.strip().lower() if isinstance(level, str) else ""
+    raise ValueError(f"{name} is {level!r}; {accepted_words(plain, [*LEVELS])}")

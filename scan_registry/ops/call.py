@@ -128,9 +128,10 @@ def fast_path(plan: Planner) -> Path:
 
 
 def _logged(plan: Planner) -> Planner:
-    """The function, which also writes to the log if that is asked for."""
+    """The function, which also checks ``SCAN_REGISTRY_REQUIRE``, and writes to the log if that is asked for."""
 
     def planner(recorded: bool, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+        policy.lowest()  # raises for an unknown level, on the CPU too
         planned = plan(recorded, tensors, options)
         if call_log.ON and planned is not None:
             call_log.tell_plan(plan, tensors, options)

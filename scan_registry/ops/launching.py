@@ -51,6 +51,7 @@ class PlanCache:
         key = (make, _required(), options, *facts_of(tensors))
         plan: Callable[..., Any] | None = self.get(key)
         if plan is None:
+            policy.lowest()  # raises for an unknown level, on the CPU too
             plan = make(*tensors, *options)
             self.keep(key, plan)
             if call_log.ON:

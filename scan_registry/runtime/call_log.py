@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,12 @@ _told: set[str] = set()
 
 
 def tell(text: str) -> None:
-    """Print a line, once in a process."""
+    """Print a line, once in a process; with its rank, if a launcher such as torchrun has set one."""
     if text not in _told:
         _told.add(text)
-        print(f"scan-registry: {text}", file=sys.stderr)
+        rank = os.environ.get("RANK")
+        process = "" if rank is None else f" [rank {rank}]"
+        print(f"scan-registry:{process} {text}", file=sys.stderr)
 
 
 def tell_decision(decision: Decision) -> None:

@@ -21,14 +21,24 @@ PACKAGE = Path(scan_registry.__file__).parent
     ("value", "on"),
     [
         *((value, False) for value in (None, "", "0", "FALSE", "no", "Off", " 0 ")),
-        *((value, True) for value in ("1", "true", "on", "2")),
+        *((value, True) for value in ("1", "true", "on", "yes", " ON ", "info")),
     ],
 )
 def test_flags(monkeypatch: pytest.MonkeyPatch, value: str | None, on: bool) -> None:
-    monkeypatch.delenv("A_FLAG", raising=False)
+    monkeypatch.delenv("SCAN_REGISTRY_LOG", raising=False)
     if value is not None:
-        monkeypatch.setenv("A_FLAG", value)
-    assert flag("A_FLAG") is on
+        monkeypatch.setenv("SCAN_REGISTRY_LOG", value)
+    assert flag("SCAN_REGISTRY_LOG") is on
+
+
+@pytest.mark.parametrize(("value", "guess"), [("inf", "; did you mean info?"), ("2", "")])
+def test_what_turns_a_flag_neither_on_nor_off(
+    monkeypatch: pytest.MonkeyPatch, value: str, guess: str
+) -> None:
+    monkeypatch.setenv("SCAN_REGISTRY_LOG", value)
+    words = f"SCAN_REGISTRY_LOG is '{value}'; accepted are info, 1, true, yes, on, 0, false, no, off{guess}"
+    with pytest.raises(ValueError, match=words.replace("?", r"\?") + "$"):
+        flag("SCAN_REGISTRY_LOG")
 
 
 @pytest.mark.parametrize(("value", "checked"), [("0", False), ("off", False), ("1", True)])

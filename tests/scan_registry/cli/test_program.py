@@ -13,6 +13,7 @@ from scan_registry.cli import COMMANDS, command, main, parser
 from scan_registry.cli import inspect as inspect_command
 from scan_registry.cli.errors import INTERRUPTED
 from scan_registry.cli.listing import arch_label
+from scan_registry.dispatch import policy
 
 Capture = pytest.CaptureFixture[str]
 
@@ -149,3 +150,29 @@ def test_help_and_a_list_take_little() -> None:
     """Help makes some 22,000 calls of functions, and a list of two archives 560,000, most of them in rich."""
     assert calls_of("--help") < 40_000
     assert calls_of("inspect") < 1_500_000
+
+
+@pytest.mark.parametrize("words", [["doctor", "--for", "H100"], ["explain", "linear_scan"]])
+def test_a_mistyped_flag_is_one_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SCAN_REGISTRY_LOG", "inf")
+    more = ["--dtype", "fp32", "--shape", "2,3,4"] if words[0] == "explain" else []
+    assert main([*words, *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("scan-registry: error: SCAN_REGISTRY_LOG is 'inf'; accepted are info, ")
+    assert error.endswith("; did you mean info?\n")
+
+
+def test_explain_refuses_a_mistyped_level(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the CPU, too, as the call does."""
+    monkeypatch.setenv(policy.VARIABLE, "aott")
+    policy._default.cache_clear()
+    words = ["linear_scan", "--dtype", "fp32", "--shape", "2,3,4", "--device", "cpu"]
+    try:
+        assert main(["explain", *words]) == 2
+    finally:
+        policy._default.cache_clear()
+    assert capsys.readouterr().err.endswith("; did you mean aot?\n")

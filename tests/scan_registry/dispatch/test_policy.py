@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from processes import captured
 
+import scan_registry
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.policy import LEVELS, Level, as_required, lowest, require
@@ -67,6 +69,18 @@ def test_an_unknown_level_in_the_environment(environment: pytest.MonkeyPatch, va
         ) as caught:
             lowest()
         assert f"{policy.VARIABLE} is {value!r}" in str(caught.value)
+
+
+def test_a_mistyped_level_fails_the_first_call_on_the_cpu(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    """With a gradient and without, and in a problem that has no plan yet."""
+    environment.setenv(policy.VARIABLE, "aott")
+    for needs_gradient in (False, True):
+        x = torch.rand(3, 5, 47, requires_grad=needs_gradient)
+        for call in (scan_registry.linear_scan, scan_registry.min_gru):
+            with pytest.raises(ValueError, match=r"REQUIRE is 'aott'; .*; did you mean aot\?"):
+                call(x, x)
 
 
 @pytest.mark.parametrize("value", ["closest", "", None, 1, ["aot"]])
@@ -125,6 +139,7 @@ def test_a_backward_pass_keeps_to_the_level_of_its_forward_pass() -> None:
 def test_it_is_read_in_a_fresh_process_without_torch(tmp_path: Path) -> None:
     script = """
 import sys, scan_registry
+import scan_registry
 from scan_registry.dispatch import policy
 print(policy.lowest(), "torch" in sys.modules)
 """

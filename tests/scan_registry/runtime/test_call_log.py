@@ -40,6 +40,14 @@ def test_the_first_call_of_a_problem_writes_a_line(capsys: Capture) -> None:
     assert lines(capsys) == [f"{start} (3, 5, {time}): {compiled}" for time in (31, 37)]
 
 
+def test_a_line_names_the_rank(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    x = torch.rand(3, 5, 53)
+    scan_registry.linear_scan(x, x)
+    (line,) = lines(capsys)
+    assert line.startswith("[rank 3] linear_scan forward, float32 (3, 5, 53): ")
+
+
 def test_a_backward_pass_has_a_line_of_its_own(capsys: Capture) -> None:
     x = torch.rand(3, 5, 41, requires_grad=True)
     scan_registry.min_gru(x, x).sum().backward()

@@ -162,15 +162,17 @@ def test_the_policy_in_force(
         report = document(capsys, "--for", "sm_90", status=1)
         assert report["lowest_tier"] == "same-major"
         assert "down to tier same-major" in text(capsys, "--for", "sm_90", status=1)
-    monkeypatch.setenv(policy.VARIABLE, "sometimes")
-    policy._default.cache_clear()
-    try:
-        report = document(capsys, "--for", "sm_90", status=1)
-    finally:
+    for word, remedy in (("sometimes", "unset {}"), ("aott", "set {}=aot")):
+        monkeypatch.setenv(policy.VARIABLE, word)
         policy._default.cache_clear()
-    assert errors(report)[0].startswith(
-        "SCAN_REGISTRY_REQUIRE is 'sometimes'; accepted are exact, aot"
-    )
+        try:
+            report = document(capsys, "--for", "sm_90", status=1)
+        finally:
+            policy._default.cache_clear()
+        assert errors(report)[0].startswith(
+            f"SCAN_REGISTRY_REQUIRE is {word!r}; accepted are exact, aot"
+        )
+        assert report["first"]["remedy"] == remedy.format(policy.VARIABLE)
 
 
 # --- The command: the cache -------------------------------------------------------------------
