@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="one row per binary",
         description="Lists what was compiled here, after checking each binary against its digest. "
         "Stale is what the installed sources no longer give; it is never used again.",
-        epilog="Exit status: 0, or 1 if an entry is damaged. A damaged entry is compiled again when "
+        epilog="Exit status: 0, or 1 if an entry is damaged or the folder cannot be used. A damaged entry is compiled again when "
         "it is needed.",
     )
     cleared = actions.add_parser("clear", help="delete all of it", description="Deletes all of it.")
@@ -108,7 +108,7 @@ def _list(cache: Cache, args: argparse.Namespace) -> int:
         _print_list(cache, entries)
         _print_tuned(tuned)
     damage = [*(entry.damage for entry in entries), *(local.damage for local in tuned)]
-    return 1 if any(damage) else 0
+    return 1 if any(damage) or obstacle(cache) else 0
 
 
 def list_document(

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli.errors import UsageError
 from scan_registry.cli.gpus import add_gpu, gpu_of, visible
+from scan_registry.cli.streams import complain
 from scan_registry.cli.tables import say, screen
 from scan_registry.diagnostics.explanation import Explanation, explain_for
 from scan_registry.dispatch import policy
@@ -28,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Shows, for the forward and the backward pass of a call, what is chosen, how it "
         "is launched, why, and what would run in its place. Runs nothing, and needs no GPU.",
         epilog="Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "
-        "be meant. The JSON document is described by scan_registry/schemas/explain.json.",
+        "be meant, or if an installed archive is damaged. The JSON document is described by scan_registry/schemas/explain.json.",
     )
     by_name = operators()
     parser.add_argument("operator", help=f"one of {', '.join([*by_name, *_others()])}")
@@ -134,7 +136,21 @@ def run(args: argparse.Namespace) -> int:
         say(console, explanation.text(everything=True) if args.all else explanation.brief())
         if not args.all and explanation.steps:
             say(console, "Every fact, and a line for each that was not taken: --all.")
+    damage = [text for archive in there.archives if (text := _damage(archive))]
+    for text in damage:
+        complain(f"scan-registry: warning: {text}")
+    if damage:
+        return 2
     return 0 if explanation.runs else 1
+
+
+def _damage(archive: Archive) -> str | None:
+    """What is wrong with an archive's manifest, or None; the binaries' bytes are not read."""
+    try:
+        archive.binaries  # noqa: B018  # reads the manifest
+    except ArchiveError as error:
+        return str(error)
+    return None
 
 
 def document(explanation: Explanation, call: dict[str, Any]) -> dict[str, Any]:

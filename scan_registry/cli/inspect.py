@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Lists the installed archives and kernels, one line each. With --all, --json or a "
         "filter, lists their binaries, after checking each against its digest, as `scan-registry verify` "
         "does. Filters may repeat; what is left matches one value of each.",
-        epilog="Exit status: 0, or 2 if an archive is damaged or a filter names nothing installed.",
+        epilog="Exit status: 0, or 2 if an archive is damaged, a filter names nothing installed or no binary matches all filters.",
     )
     parser.add_argument("--all", action="store_true", help="one row per binary, however many")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
@@ -70,7 +70,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(document(shown, installed), indent=2))
     else:
         _print(shown, installed, filtered=filtered, everything=args.all)
-    return 2 if any(entry.damage for entry in listed) else 0
+    damaged = any(entry.damage for entry in listed)
+    if filtered and listed and not any(entry.binaries for entry in shown):
+        complain("scan-registry: error: no binary matches all of these filters")
+        return 2
+    return 2 if damaged else 0
 
 
 # --- JSON -------------------------------------------------------------------------------------
@@ -132,8 +136,6 @@ def _print(
         _print_binaries(console, rows, installed, providers=listing.several_providers(listed))
     else:
         _print_kernels(console, rows, installed, MOST_LINES - lines)
-    if filtered and not rows:
-        console.print("\nNo binary matches all of these filters.")
 
 
 def _print_archives(

@@ -149,6 +149,8 @@ def not_there(
 ) -> str:
     """The message about a value of an option that names nothing. ``spelled`` is what was looked for, and ``also`` has other
     spellings that may be meant."""
+    if option == "--arch" and spelled != value:
+        return f"no archive of {spelled} ({value}) is {where}; {where} are {', '.join(accepted) or 'none'}"
     meant = f" ({spelled})" if spelled != value else ""
     guess = suggestion(value, [*accepted, *also])
     words = f"{', '.join(accepted) or 'none'}{f'; {guess}' if guess else ''}"

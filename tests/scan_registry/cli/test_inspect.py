@@ -173,11 +173,21 @@ def test_what_is_piped_is_not_cut(
     ],
 )
 def test_filters(installed: Catalogue, capsys: Capture, words: list[str], count: int) -> None:
-    shown = document(capsys, *words)
+    status = 0 if count else 2
+    assert main(["inspect", "--json", *words]) == status
+    caught = capsys.readouterr()
+    shown = json.loads(caught.out)
     assert sum(len(archive["binaries"]) for archive in shown["archives"]) == count
     assert all(archive["binaries"] for archive in shown["archives"])
-    out = inspect(capsys, *words)
-    assert ("No binary matches all of these filters." in out) == (count == 0)
+    nothing = "scan-registry: error: no binary matches all of these filters\n"
+    assert caught.err == ("" if count else nothing)
+    inspect(capsys, *words, status=status)
+
+
+def test_a_gpu_without_an_archive(installed: Catalogue, capsys: Capture) -> None:
+    assert main(["inspect", "--arch", "A100"]) == 2
+    words = "no archive of sm80 (A100) is installed; installed are ptx80, sm90, sm90a"
+    assert capsys.readouterr().err == f"scan-registry: error: {words}\n"
 
 
 @pytest.mark.parametrize(

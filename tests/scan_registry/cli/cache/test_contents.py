@@ -79,16 +79,16 @@ def test_why_a_folder_is_not_usable(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     folder.chmod(0o777)
-    report = document(capsys, "list")
+    report = document(capsys, "list", status=1)
     assert not report["usable"]
     assert "others can write to it (mode 0777)" in report["obstacle"]
-    assert "not usable: others can write to it" in run(capsys, "list")
+    assert "not usable: others can write to it" in run(capsys, "list", status=1)
     file = tmp_path / "file"
     file.write_text("", encoding="utf-8")
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(file))
-    assert document(capsys, "list")["obstacle"] == "it is not a folder"
+    assert document(capsys, "list", status=1)["obstacle"] == "it is not a folder"
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(file / "below"))
-    assert not document(capsys, "list")["usable"]
+    assert not document(capsys, "list", status=1)["usable"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from imaginary import NVRTC
 from processes import captured
 
 import scan_registry
+from scan_registry.artifact.archive import Archive
 from scan_registry.catalog.inventory import Catalogue, catalogue
 from scan_registry.cli import explain as command
 from scan_registry.cli import main
@@ -341,3 +342,19 @@ def test_a_device_that_is_no_name_of_one_is_refused_first(
     words = ["explain", "linear_scan", "--dtype", "fp32", "--shape", "2,8,64", "--device", "gpu"]
     assert main(words) == 2
     assert "--device is 'gpu'; accepted are cpu, cuda and cuda:N" in capsys.readouterr().err
+
+
+def test_a_damaged_archive_is_named(
+    archive_factory: Factory, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The explanation is printed all the same, as a call passes over the archive."""
+    intact, damaged = archive_factory("ptx80"), archive_factory("sm90")
+    damaged.path.write_bytes(b"")
+    archives = intact, Archive(damaged.path)
+    monkeypatch.setattr(command, "catalogue", lambda: Catalogue(archives))
+    for words, shown in (([], "linear_scan on H100"), (["--json"], '"steps"')):
+        assert main([*CALL, "--for", "H100", *words]) == 2
+        caught = capsys.readouterr()
+        assert shown in caught.out
+        assert caught.err.startswith(f"scan-registry: warning: {damaged.path}: ")
+        assert caught.err.count("\n") == 1
