@@ -371,12 +371,14 @@ class Kernel:
 @dataclass(frozen=True)
 class Sample:
     """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for. ``size`` is a size that decides
-    which GPUs have a kernel for the problem, such as ``128 states``; empty if none does."""
+    which GPUs have a kernel for the problem, such as ``128 states``; empty if none does. ``by_memory``: bytes of shared memory per
+    block -> what calls pose on such a GPU, if that is not everywhere the same."""
 
     problem: Problem
     dtype: str
     access: str
     size: str = ""
+    by_memory: Callable[[int], Problem] | None = None
 
 
 @dataclass(frozen=True)

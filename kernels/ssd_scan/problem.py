@@ -44,6 +44,8 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "states", "adjoint", "backward")
 CHUNK, SIZE = 64, 64
 #: States of a tile of the backward pass, where shared memory allows and where it does not.
 BLOCK, SMALL_BLOCK = 128, 64
+#: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
+SHARED_OF_BLOCK = 130_048
 #: The largest head and the most states, and what both are multiples of, as rows are moved by 16 bytes.
 MOST_SIZE, MOST_STATES, PIECE = 128, 256, 8
 #: Elements from one step, head or group to the next; offsets within a chunk are counted in 32 bits.
@@ -57,6 +59,12 @@ STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
     "adjoint": {"dt": _HEADS, "C": _GROUPS, "grad": _HEADS},
     "backward": {"x": _HEADS, "dt": _HEADS, "B": _GROUPS, "C": _GROUPS, "grad": _HEADS},
 }
+
+
+def block_of(state_size: int, dtype: str, shared_memory: int) -> int:
+    """The states that a CTA of the backward pass takes at a time, on a GPU with so much shared memory per block."""
+    large = state_size > SMALL_BLOCK and shared_memory >= SHARED_OF_BLOCK
+    return BLOCK if large and dtype != "float32" else SMALL_BLOCK
 
 
 def most_heads(dtype: str) -> int:

@@ -10,6 +10,7 @@ forward pass with up to 64 states takes 74 KB, with up to 128 122 KB and with mo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product, starmap
 from pathlib import Path
@@ -42,6 +43,7 @@ from scan_registry.kernels.ssd_scan.problem import (
     STRIDED,
     Direction,
     SSDScanProblem,
+    block_of,
     most_heads,
     stride_names,
 )
@@ -313,9 +315,14 @@ def _sample(direction: Direction, dtype: str, states: int) -> Sample:
         strides=tuple(stride for name in STRIDED[direction] for stride in strides_of[name]),
         softplus=True,
         splits=heads // most_heads(dtype),
-        block=SMALL_BLOCK,  # which every GPU has memory for that has any
+        block=SMALL_BLOCK,
     )
-    return Sample(problem, dtype, "aligned", f"{states} states")
+
+    def posed(shared_memory: int) -> SSDScanProblem:
+        return replace(problem, block=block_of(states, dtype, shared_memory))
+
+    by_memory = posed if direction == "backward" else None
+    return Sample(problem, dtype, "aligned", f"{states} states", by_memory)
 
 
 FAMILY = Family(

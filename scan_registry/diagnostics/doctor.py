@@ -84,7 +84,7 @@ def coverage(
     assert there.device is not None
     answers = []
     tuned: dict[Origin, None] = {}
-    for family, sample in _samples(families):
+    for family, sample in _samples(families, there.device):
         decisions = {
             backend: select(there, family, sample.problem, backend, lowest)
             for backend in _backends(family, sample)
@@ -111,7 +111,7 @@ def lacks(
     ``coverage`` is that of the same system. ``without_exception``: a call that raises is an error, even where no wheel holds its
     kernel and a compiler would make it.
     """
-    samples = _samples(families)
+    samples = _samples(families, coverage.device)
     for backend in dict.fromkeys(b for answer in coverage.answers for b in answer.tiers):
         answers = {n: a for n, a in enumerate(coverage.answers) if backend in a.tiers}
         groups: dict[tuple[Tier | None, bool, bool], list[int]] = {}
@@ -159,8 +159,14 @@ def _can_be_compiled(there: System, family: Family, sample: Sample, backend: Bac
     return select(everything, family, sample.problem, backend, Tier.JIT).winner is not None
 
 
-def _samples(families: Families) -> list[tuple[Family, Sample]]:
-    return [(family, sample) for family in families.values() for sample in family.samples]
+def _samples(families: Families, device: Device) -> list[tuple[Family, Sample]]:
+    """The samples as calls pose them on the device."""
+    memory = device.shared_memory_per_block
+    return [
+        (family, replace(s, problem=s.by_memory(memory)) if s.by_memory else s)
+        for family in families.values()
+        for s in family.samples
+    ]
 
 
 def _backends(family: Family, sample: Sample) -> Iterator[Backend]:

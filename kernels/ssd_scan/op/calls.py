@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from scan_registry.hardware.device import Device
 from scan_registry.kernels.ssd_scan.problem import (
-    BLOCK,
-    SMALL_BLOCK,
+    SHARED_OF_BLOCK,
     Direction,
     SSDScanProblem,
+    block_of,
     most_heads,
 )
 
@@ -18,8 +18,6 @@ from scan_registry.kernels.ssd_scan.problem import (
 USUAL_SMS = 132
 #: CTAs of the backward pass that each SM is to get.
 _CTAS_OF_SM = 4
-#: Bytes of shared memory that a CTA of the backward pass wants for large blocks of states, with one stage.
-_SHARED_OF_BLOCK = 130_048
 
 
 def make_problem(
@@ -64,13 +62,10 @@ def make_problem(
 def cut(problem: SSDScanProblem, gpu: Device | None) -> SSDScanProblem:
     """The problem of the backward pass with what its CTAs work on: a block of states at a time, as large as shared memory has room
     for; and splits of a group's heads, so many that CTAs fill the GPU evenly. None: a GPU that nothing is known of."""
-    sms, shared = USUAL_SMS, _SHARED_OF_BLOCK
+    sms, shared = USUAL_SMS, SHARED_OF_BLOCK
     if gpu is not None:
         sms, shared = gpu.sm_count, gpu.shared_memory_per_block
-    large = problem.state_size > SMALL_BLOCK and shared >= _SHARED_OF_BLOCK
-    large = large and problem.dtype != "float32"
     ctas, heads = problem.batch * problem.slots * problem.groups, problem.group_heads
     splits = max(-(-heads // most_heads(problem.dtype)), min(heads, -(-_CTAS_OF_SM * sms // ctas)))
-    return replace(
-        problem, splits=-(-heads // -(-heads // splits)), block=BLOCK if large else SMALL_BLOCK
-    )
+    block = block_of(problem.state_size, problem.dtype, shared)
+    return replace(problem, splits=-(-heads // -(-heads // splits)), block=block)

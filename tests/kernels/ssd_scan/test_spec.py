@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from scan_registry.hardware.device import described
+from scan_registry.kernels.ssd_scan.op.calls import cut
 from scan_registry.kernels.ssd_scan.problem import DTYPES, SSDScanProblem
 from scan_registry.kernels.ssd_scan.spec import FAMILY
 
@@ -28,3 +30,14 @@ def test_only_z_and_wide_D_take_what_is_compiled_for_them(dtype: str) -> None:
         assert "gated=0" in best(problem)
         assert "gated=1" in best(replace(problem, has_z=True))
         assert "gated=1" in best(replace(problem, wide_D=True))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)])
+def test_samples_are_what_calls_pose_on_a_gpu(capability: tuple[int, int]) -> None:
+    """The blocks of states of the backward pass are as large as shared memory has room for."""
+    gpu = described(capability)
+    for sample in FAMILY.samples:
+        if sample.by_memory is not None:
+            problem = sample.by_memory(gpu.shared_memory_per_block)
+            assert isinstance(problem, SSDScanProblem)
+            assert problem.block == cut(problem, gpu).block
