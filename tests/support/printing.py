@@ -102,7 +102,7 @@ def run(words):
     except Exception:
         traceback.print_exc()
 
-doctor.examine = once(doctor.examine, lambda elsewhere, *, strict: (elsewhere, strict))
+doctor.examine = once(doctor.examine, lambda elsewhere, **options: (elsewhere, options["strict"]))
 tested_once = once(on_cpu, lambda family, only, tell: (family.name, only))
 selftest._on_cpu = tested
 told = []
