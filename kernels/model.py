@@ -370,9 +370,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Sample:
-    """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for. ``size`` is a size that decides
-    which GPUs have a kernel for the problem, such as ``128 states``; empty if none does. ``by_memory``: bytes of shared memory per
-    block -> what calls pose on such a GPU, if that is not everywhere the same."""
+    """A typical problem, in the dtype and with the word, such as ``aligned``, that it stands for. ``size``, which may be empty,
+    decides which GPUs have a kernel for it (``128 states``). ``by_memory``: bytes of shared memory per block -> what calls pose."""
 
     problem: Problem
     dtype: str
@@ -411,8 +410,7 @@ class Family:
     """Kernels that compute one thing.
 
     samples    problems that between them call for every kernel, in every dtype, with inputs that are
-               aligned and that are not, and of sizes that not every GPU has a kernel for: what ``doctor`` asks
-               selection about
+               aligned and not, of sizes that not every GPU has a kernel for: what ``doctor`` asks selection about
     on_cpu     whether this package has compiled code for the CPU, too; else plain torch runs there
     by_torch   the dtypes that plain torch computes on the CPU all the same
     stand_in   what a call runs on a GPU that no kernel fits
