@@ -149,6 +149,7 @@ class Explanation:
     steps: tuple[Step, ...]
     problem: Problem | None = None
     driver_is_assumed: bool = False
+    nothing: str = _EMPTY  # what to say where there is no step
 
     @property
     def runs(self) -> bool:
@@ -165,13 +166,13 @@ class Explanation:
     def text(self, *, everything: bool = False) -> str:
         """As ``str``; with ``everything``, one line for each candidate that was not taken."""
         steps = [step.text(everything=everything) for step in self.steps]
-        return "\n\n".join([self._title(), *(steps or [_EMPTY])])
+        return "\n\n".join([self._title(), *(steps or [self.nothing])])
 
     def brief(self) -> str:
         """What wins and why, in at most 12 lines for a call of up to three kernels."""
         most = 4 if len(self.steps) <= 2 else 3
         lines = [line for step in self.steps for line in step.brief(most)]
-        return "\n".join([self._title(), *(lines or [_EMPTY])])
+        return "\n".join([self._title(), *(lines or [self.nothing])])
 
     def _title(self) -> str:
         where = place(self.device, assumed=self.driver_is_assumed)

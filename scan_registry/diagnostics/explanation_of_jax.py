@@ -17,4 +17,7 @@ def explained_for_jax(function: Callable[..., Any], args: Any, kwargs: Any) -> E
     decisions, ordinal = decisions_of(function, args, kwargs)
     steps = tuple(Step(decision.problem.kernel, (), decision) for decision in decisions)
     first = decisions[0].problem if decisions else None
-    return Explanation(f"jax.{function.__name__}", system(ordinal).device, steps, first)
+    nothing = "no kernel of this package runs: what there is to compute, JAX's own operators do"
+    return Explanation(
+        *(f"jax.{function.__name__}", system(ordinal).device, steps, first), nothing=nothing
+    )

@@ -30,7 +30,15 @@ from scan_registry.kernels.model import Family, Launch, Problem, Variant
 from scan_registry.ops import _cpu
 from scan_registry.runtime import loader
 
-TARGET = "scan_registry"
+#: Of the handler, in XLA: a copy of the package under another name, as from the Hugging Face hub, has a handler of its own.
+TARGET = __name__.removesuffix(".jax.ffi")
+#: The first version of JAX whose typed FFI the handler answers.
+OLDEST = (0, 10)
+if jax.__version_info__[:2] < OLDEST:
+    raise ImportError(
+        f"scan_registry.jax needs JAX {'.'.join(map(str, OLDEST))} or later; this is {jax.__version__}"
+    )
+
 #: Platforms that have kernels, as JAX calls them.
 PLATFORMS = ("cpu", "cuda")
 #: Of the addresses that a kernel for a GPU may rely on: XLA gives more, and the handler checks it.

@@ -64,6 +64,10 @@ def _at(values: Any, places: Any, cu_seqlens: Any, dim: int) -> Any:
 def last(states: Any, initial: Any, cu_seqlens: Any, dim: int, reverse: bool) -> Any:
     """The state after each sequence; that before it where it has no steps."""
     begins, ends = _ends(cu_seqlens, states.shape[dim])
+    if states.shape[dim] == 0:
+        shape = list(states.shape)
+        shape[dim : dim + 1] = [] if cu_seqlens is None else [begins.shape[0]]
+        return jnp.zeros(shape, states.dtype) if initial is None else initial
     final = _at(states, begins if reverse else ends - 1, cu_seqlens, dim)
     if cu_seqlens is None:
         return final
@@ -96,6 +100,8 @@ def first_products(
     """The gradient of the initial state: that of the first step times its gate; that of the final state where a
     sequence has no steps."""
     begins, ends = _ends(cu_seqlens, gates.shape[dim])
+    if gates.shape[dim] == 0 and of_final is not None:
+        return of_final
     places = ends - 1 if reverse else begins
     product = _at(gates, places, cu_seqlens, dim) * _at(adjoint, places, cu_seqlens, dim)
     if cu_seqlens is None:
@@ -114,8 +120,10 @@ def leaving(entering: Any, shape: tuple[int, ...], dtype: str, cu_seqlens: Any) 
 
 def _shifted(values: Any, dim: int, reverse: bool) -> Any:
     """Each step has the value of the step before it in the scan's order; the first has zero."""
-    zero = jnp.zeros_like(lax.slice_in_dim(values, 0, 1, axis=dim))
     time = values.shape[dim]
+    if time == 0:
+        return values
+    zero = jnp.zeros_like(lax.slice_in_dim(values, 0, 1, axis=dim))
     if reverse:
         return jnp.concatenate([lax.slice_in_dim(values, 1, time, axis=dim), zero], axis=dim)
     return jnp.concatenate([zero, lax.slice_in_dim(values, 0, time - 1, axis=dim)], axis=dim)

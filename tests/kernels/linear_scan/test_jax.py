@@ -176,6 +176,23 @@ def test_batches_on_several_devices(checked: bool) -> None:
     assert max(errors(ours, whole)) < 1e-12
 
 
+@pytest.mark.parametrize("bounds", [None, [0, 0, 0]], ids=["", "packed"])
+def test_no_steps(bounds: list[int] | None) -> None:
+    """The final state is the initial one, and gradients go to it."""
+    packed = None if bounds is None else jnp.array(bounds, "int32")
+    gates, tokens = jnp.ones((2, 0)), jnp.ones((2, 0))
+    initial = jnp.full((2,) if bounds is None else (2, 2), 3.0)
+
+    def final(gates: Any, tokens: Any, initial: Any) -> Any:
+        options = {"cu_seqlens": packed, "return_final_state": True}
+        return linear_scan(gates, tokens, initial, **options)[1].sum()
+
+    value, grads = jax.value_and_grad(final, (0, 1, 2))(gates, tokens, initial)
+    assert float(value) == float(initial.sum())
+    assert [grad.shape for grad in grads] == [(2, 0), (2, 0), initial.shape]
+    assert (grads[2] == 1).all()
+
+
 def test_nothing_to_scan() -> None:
     """No steps leave the initial state; its gradient passes."""
     initial = drawn(2, 5)

@@ -29,6 +29,14 @@ def test_a_call_on_the_cpu() -> None:
     assert "this package's compiled code for the CPU" in explained.brief()
 
 
+def test_a_call_of_which_jax_computes_all() -> None:
+    x = jax.ShapeDtypeStruct((2, 8, 64), "float32")
+    explained = scan_registry.explain(scan_registry.jax.linear_scan, x, x, backend="reference")
+    assert explained.steps == ()
+    assert "JAX's own operators" in explained.brief()
+    assert "empty" not in explained.brief()
+
+
 def test_other_functions_are_refused_as_before() -> None:
     with pytest.raises(TypeError, match="cannot be explained"):
         scan_registry.explain(scan_registry.jax.__getattr__)
