@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_an_old_setuptools_is_named(call: str, tmp_path: Path) -> None:
     """Before anything is built."""
     (needed,) = re.findall(
-        r'"setuptools>=(\d+)", "pack', (ROOT / "pyproject.toml").read_text("utf-8")
+        r'"setuptools>=(\d+)", "pack', (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     )
     script = (
         f"import sys, setuptools; sys.path.insert(0, {str(ROOT)!r}); setuptools.__version__ = '65.5.0'; "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from processes import captured
 
 #: Two warps, of which the first says `times` times at barrier 1 that it has arrived. Then the second waits.
 KERNEL = """
@@ -40,9 +39,6 @@ def test_a_thread_comes_to_a_barrier_once_before_it_opens(
     texts = {"arrive.cu": KERNEL, "../common/barrier.cuh": ""}
     library = cuda_emulator.library_of("arrive.cu", "arrive", texts, {}, tmp_path)
     words = [sys.executable, "-c", LAUNCH, cuda_emulator.__file__, library, str(times)]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": paths}
-    )
+    done = captured(words, cwd=tmp_path)
     fault = "a thread comes to a barrier twice before it opens" in done.stderr
     assert (done.returncode == 0, fault) == (times == 1, times == 2), done.stderr

@@ -95,11 +95,11 @@ def _limits(limit: Any) -> tuple[float, float]:
             f"dt_limit is {described(limit)}; it must be a pair of numbers, such as (0.0, 0.1)"
         )
     low, high = float(limit[0]), float(limit[1])
+    if low <= high:
+        return low, high
     if math.isnan(low) or math.isnan(high):
         raise ValueError(f"dt_limit is {limit!r}; accepted are two numbers that are not NaN")
-    if not low <= high:
-        raise ValueError(f"dt_limit is {limit!r}; the first number must not exceed the second")
-    return low, high
+    raise ValueError(f"dt_limit is {limit!r}; the first number must not exceed the second")
 
 
 def _is_number(value: Any) -> bool:

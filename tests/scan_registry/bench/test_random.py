@@ -103,7 +103,7 @@ def test_the_document(few: list[Case], capsys: Capture) -> None:
 def test_what_ends_it_leaves_what_was_timed(
     few: list[Case], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    report = document(capsys, "--random", "3", "--seed", "1", "--budget", "-1")
+    report = document(capsys, "--random", "3", "--seed", "1", "--budget", "1e-9")
     assert report["random"]["passes"] == []
     assert report["skipped"] == {str(case): "not begun in time" for case in few}
     run = Bench.run
@@ -139,7 +139,7 @@ def test_what_there_was_no_time_for_takes_a_line(
     for number, lines in ((10, 10), (11, 1)):
         cases = [Case("time_last", 1, 1, 1 + n, "float32") for n in range(number)]
         monkeypatch.setattr(ScanBenchmark, "draw", lambda self, n, seed, cases=cases: cases)
-        assert main(["bench", "--device", "cpu", "--random", str(number), "--budget", "-1"]) == 0
+        assert main(["bench", "--device", "cpu", "--random", str(number), "--budget", "1e-9"]) == 0
         out = capsys.readouterr().out
         assert out.count("not everywhere timed: ") == lines
         assert out.count(f"{cases[0]} and 10 others: not begun in time") == (lines == 1)

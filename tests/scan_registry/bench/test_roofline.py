@@ -109,7 +109,7 @@ def test_what_is_not_timed_is_no_target_met(
 ) -> None:
     other = replace(SMALL, time=32)
     on_cpu(monkeypatch, PerformanceTarget(SMALL, 1e-9), PerformanceTarget(other, 1e-9))
-    assert main(["bench", "--goals", "--budget", "-1"]) == 1  # the former name
+    assert main(["bench", "--goals", "--budget", "1e-9"]) == 1  # the former name
     out = capsys.readouterr().out
     assert "0 of 4 targets met, 0 timed" in out
     assert f"not everywhere timed: {other}: not begun in time" in out

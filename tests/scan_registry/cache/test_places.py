@@ -122,7 +122,7 @@ def test_commands_say_why(
     monkeypatch.setattr("scan_registry.kernels.families", dict)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert main(["cache", "list", "--json"]) == 0
+        assert main(["cache", "list", "--json"]) == 1
         listed = json.loads(capsys.readouterr().out)
         assert main(["doctor", "--for", "sm_90", "--json"]) in (0, 1)
         seen = json.loads(capsys.readouterr().out)
