@@ -19,6 +19,8 @@ from scan_registry.cli import parser
 from scan_registry.cli.completion import SHELLS
 
 FOLDER = Path(__file__).resolve().parents[1] / "scan_registry" / "cli" / "completions"
+#: Lines of shtab's bash script on where to put it, which is not where `scan-registry completion --help` says.
+ELSEWHERE = r"^# (Usage:|1\)|2\)|   source|See also:).*\n"
 #: What stands for a value that is a path, in usage lines.
 PATHS = {"FILE": shtab.FILE, "FOLDER": shtab.DIRECTORY, "DIR": shtab.DIRECTORY}
 
@@ -38,8 +40,9 @@ def scripts() -> dict[Path, str]:
     for action in actions(program):
         if isinstance(action.metavar, str) and action.metavar in PATHS:
             action.complete = PATHS[action.metavar]  # type: ignore[attr-defined]
+    unwanted = re.compile(rf"{ELSEWHERE}|[ \t]+$", re.MULTILINE)
     return {
-        FOLDER / f"{shell}.txt": re.sub(r"[ \t]+$", "", shtab.complete(program, shell), flags=re.M)
+        FOLDER / f"{shell}.txt": unwanted.sub("", shtab.complete(program, shell))
         for shell in SHELLS
     }
 

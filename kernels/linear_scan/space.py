@@ -33,9 +33,9 @@ ACCESSES = ("aligned", "generic")
 VARLEN = "varlen"
 #: Rows that start or end off a 16-byte boundary, at the same offset to it in all tensors.
 MISALIGNED = "misaligned"
-#: Rows of few contiguous channels, without gaps, that start anywhere, in each tensor at an offset of its own.
+#: Rows of few contiguous channels, without gaps between rows. Each tensor may begin at any address.
 NARROW = "narrow"
-#: Both, by the layout; of several that take a problem, the first.
+#: The accesses of rows that are not aligned, by layout. Where two of them take a problem, the first one is chosen.
 NOT_ALIGNED = {"time_last": (MISALIGNED,), "channel_last": (NARROW, MISALIGNED)}
 
 #: Static parameters beside dtypes and access.
