@@ -1,21 +1,12 @@
-// What a CTA of the backward pass works on: a chunk, heads and blocks of states; see backward.cu.
+// What the backward kernels share: the place of a CTA in the tensors, the step sizes and decays of its heads, and sums over their steps.
 #pragma once
 #include "products.cuh"
 #include "steps.cuh"
 
 enum : int {
     CHUNK = 64,
-    WARPS = 8,
-    SIDES = 2,
-    PART = 64 / SIDES,  // steps or channels that a warp has, of 64
-    PART_TILES = PART / 8,
-    THREADS = 32 * WARPS,
     MOST_HEADS = WIDE ? 16 : 32,  // of a CTA
-    WARP_STATES = STATES / SIDES,
-    STATE_TILES = WARP_STATES / 8,
-    INPUT = ELEMENT_BYTES * CHUNK * STATES,   // bytes of B, and of C
-    STAGE = ELEMENT_BYTES * 2 * SIZE * (CHUNK + STATES),
-    SQUARE = ELEMENT_BYTES * CHUNK * CHUNK,
+    INPUT = ELEMENT_BYTES * CHUNK * STATES,  // bytes of B, and of C
 };
 
 struct Arguments {
@@ -26,38 +17,38 @@ struct Arguments {
     const int* cu_seqlens;
     const Storage *states, *adjoints;
     Storage* x_grad;
-    float *dt_grad, *A_grad, *D_grad, *B_grad, *C_grad;
+    float *dt_grad, *head_grads;
+    void *B_grad, *C_grad;  // of float or, if there is one split, Storage
     Sizes sizes;
     i64 splits;
+    char* workspace;
 };
 
-// Terms that warps compute of a head's steps, for `finish` to sum up.
-struct Terms {
-    ExactSum rows[SIDES][CHUNK], columns[4][CHUNK];  // of L·dt·X·(C·Bᵀ), but for its diagonal
-    float diagonal[CHUNK];                        // of X
-    float begin[SIDES][CHUNK];                    // exp(s_i)·dy_i·S·C_i
-    float end[SIDES][CHUNK];                      // dt_j·w_j·x_j·G·B_j
-    float inside[SIDES][CHUNK];                   // x_j·u_j
-    float whole[WARPS];                           // S·G
+// A head tile: the head's index in the CTA, the tile's first channel of the head, and the steps' sums and dt in shared memory.
+struct Head {
+    int number, first;
+    const StoredSum* sums;
+    const float* dt;
+};
+// What `store_terms` sums up: terms of the lane's steps 2 · lane and the next, and of the chunk.
+struct LaneTerms {
+    ExactSum rows[2], columns[2];  // exp(s_t)·dy_t·S·C_t + Σ_j L·dt·X·(C·Bᵀ), and Σ_i L·X·(C·Bᵀ), both but for the diagonal
+    ExactSum end[2];               // w_t·x_t·G·B_t
+    float diagonal[2], scored[2];  // X_tt, and X_tt·(C_t·B_t)
+    float whole;                   // S·G
 };
 
-// A CTA's place in the tensors, its shared memory, and how both are filled.
 struct BackwardChunk {
     const Arguments& args;
     const Sizes& sizes = args.sizes;
 
-    char* const memory = tile_memory();
-    const Tile<CHUNK, STATES> B{shared_address(memory)}, C{B.address + INPUT};
-    const unsigned stages = C.address + INPUT;
-    const Tile<CHUNK, CHUNK> square{stages + STAGES * STAGE};
-    const Tile<CHUNK, SIZE> output{square.address + SQUARE};
-    StoredSum* const all_sums =  // (head, step)
-        reinterpret_cast<StoredSum*>(memory + 2 * INPUT + STAGES * STAGE + SQUARE + output.BYTES);
+    // Of all heads and steps: sums, step sizes, and the derivatives of these by raw dt + dt_bias.
+    StoredSum* const all_sums;
     float* const all_dt = reinterpret_cast<float*>(all_sums + MOST_HEADS * CHUNK);
-    float* const slopes = all_dt + MOST_HEADS * CHUNK;    // derivatives of dt by raw dt + dt_bias
-    Terms* const terms = reinterpret_cast<Terms*>(slopes + MOST_HEADS * CHUNK);  // of two head tiles, used in turn
+    float* const slopes = all_dt + MOST_HEADS * CHUNK;
+    char* const after_steps = reinterpret_cast<char*>(slopes + MOST_HEADS * CHUNK);
 
-    const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16, side = warp / 4;
+    const int lane = threadIdx.x % 32, warp = warp_number(), row = warp % 4 * 16;
     const int own = row + lane_row();  // the lane's first row of all products
     const int slot = int(blockIdx.x % unsigned(sizes.slots)), batch = int(blockIdx.x / unsigned(sizes.slots));
     const int splits = int(args.splits);
@@ -67,92 +58,25 @@ struct BackwardChunk {
     const int heads = smaller(group_heads - split * per_cta, per_cta);
     const int head_size = int(sizes.head_size), head_tiles = (head_size + SIZE - 1) / SIZE, tiles = heads * head_tiles;
     const ChunkRange range = chunk_range<CHUNK>(sizes, args.cu_seqlens, slot);
-
-    // Where the CTA's first head begins in each tensor.
-    const Storage *const first_x = args.x.at(batch, range.begin, first_head),
-                  *const first_grad = args.grad.at(batch, range.begin, first_head);
-    const i64 first_state_at =
-        ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size;
     const i64 first_step = batch * sizes.time + range.begin;
-    Storage* const first_x_grad = args.x_grad + (first_step * sizes.heads + first_head) * sizes.head_size;
+    // Where the CTA's first head begins in the states.
+    const i64 first_state_at = ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size;
 
-    // The block of states that is worked on: its first one, and the block that is worked on first.
+    // The block of states that is worked on: its first one. The last block comes first.
     const int last_block = (int(sizes.state_size) - 1) / STATES * STATES;
-    int first_state = last_block;
+    int first_state = 0;
     __device__ int states_left() const { return int(sizes.state_size) - first_state; }
 
-    // The head tile that is worked on: its steps' sums and dt in shared memory, and its terms.
-    struct Head {
-        int number, first;  // the head's index in the CTA; the tile's first channel of the head
-        const StoredSum* sums;
-        const float* dt;
-        Terms& terms;
-    };
+    __device__ BackwardChunk(const Arguments& args, char* steps) : args(args), all_sums(reinterpret_cast<StoredSum*>(steps)) {}
 
-    __device__ explicit BackwardChunk(const Arguments& args) : args(args) {}
-
-    struct Tiles {
-        Tile<CHUNK, SIZE> x, grad;
-        Tile<SIZE, STATES> states, adjoints;
-    };
-    __device__ Tiles tiles_of(int stage) const {
-        const unsigned x = stages + stage * STAGE, grad = x + output.BYTES, states = grad + output.BYTES;
-        return {{x}, {grad}, {states}, {states + ELEMENT_BYTES * SIZE * STATES}};
-    }
     __device__ Head head(int i) const {
-        const int h = head_tiles == 1 ? i : i / head_tiles;
-        return {h, (i - h * head_tiles) * SIZE, all_sums + h * CHUNK, all_dt + h * CHUNK, terms[i % 2]};
+        const int h = i >> (head_tiles - 1);  // a head has one tile or two
+        return {h, (i - h * head_tiles) * SIZE, all_sums + h * CHUNK, all_dt + h * CHUNK};
     }
-
-    // B and C.
-    __device__ void load_inputs() const {
-        Copier<CHUNK, STATES, THREADS>(args.B.at(batch, range.begin, group) + first_state, args.B.time, states_left())
-            .copy(B, 0, range.steps);
-        Copier<CHUNK, STATES, THREADS>(args.C.at(batch, range.begin, group) + first_state, args.C.time, states_left())
-            .copy(C, 0, range.steps);
-        commit_copies();
-    }
-    __device__ void load(int i, int stage) const {
-        if (i < tiles) {
-            const int head = head_tiles == 1 ? i : i / head_tiles, first = (i - head * head_tiles) * SIZE;
-            const int numbers = head_size - first, state_size = int(sizes.state_size);
-            const Tiles to = tiles_of(stage);
-            Copier<CHUNK, SIZE, THREADS>(first_x + (i64(head) * args.x.head + first), args.x.time, numbers)
-                .copy(to.x, 0, range.steps);
-            Copier<CHUNK, SIZE, THREADS>(first_grad + (i64(head) * args.grad.head + first), args.grad.time, numbers)
-                .copy(to.grad, 0, range.steps);
-            const i64 at = first_state_at + first_state + i64(head * head_size + first) * state_size;
-            Copier<SIZE, STATES, THREADS>(args.states + at, state_size, states_left()).copy(to.states, 0, numbers);
-            Copier<SIZE, STATES, THREADS>(args.adjoints + at, state_size, states_left()).copy(to.adjoints, 0, numbers);
-        }
-        commit_copies();
-    }
-
-    __device__ void start_loads() const {
-        load_inputs();
-#pragma unroll
-        for (int i = 0; i < STAGES - 1; i++) load(i, i);
-    }
-
-    // A lane stores pieces of 16 bytes of its warp's 16 steps and PART channels of x_grad, every APART-th row.
-    enum : int { PIECES = PART / PIECE, APART = 32 / PIECES };
-    const int stored_row = row + lane / PIECES, stored_piece = PART * side + lane % PIECES * PIECE;
-    const int of_step = int(sizes.heads) * head_size;  // elements from a step to the next
-    __device__ Storage* x_grad_at(const Head& of) const {
-        return first_x_grad + (i64(stored_row) * of_step + (of.number * head_size + of.first + stored_piece));
-    }
-    __device__ bool has_x_grad(const Head& of, int r) const {
-        return stored_row + r < range.steps && of.first + stored_piece < head_size;
-    }
-
-    // What the pass before has stored.
-    __device__ void load_x_grad(const Head& of) const {
-        const Storage* const from = x_grad_at(of);
-        const unsigned to = output.at(stored_row, stored_piece);
-#pragma unroll
-        for (int r = 0; r < 16; r += APART)
-            copy_piece(output.moved(to, r, 0), from + r * of_step, has_x_grad(of, r) ? 16 : 0);
-        commit_copies();
+    template <class T>
+    __device__ static T of_quarter(T x) {  // the sum over the four lanes that share rows
+        x += __shfl_xor_sync(FULL_WARP, x, 1);
+        return x + __shfl_xor_sync(FULL_WARP, x, 2);
     }
 
     // Of the lane's two rows: decays from the chunk's begin and to its end, and step sizes.
@@ -184,8 +108,68 @@ struct BackwardChunk {
         store_float2(slopes + at, slope[0], slope[1]);
     }
 
-    // Index of the chunk's term of a head's A_grad and D_grad.
-    __device__ i64 term_at(int head) const {
-        return (batch * sizes.slots + slot) * sizes.heads + head;
+    // dt_grad, and the chunk's terms of the gradients of A, D and dt_bias, by one warp. FIRST: of the block of states that comes first, with which come
+    // the terms that do not depend on states.
+    __device__ void store_terms(const Head& of, const LaneTerms& terms, float A, bool first) const {
+        ExactSum later[2], before[2];
+        float dt[2];
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            dt[k] = of.dt[2 * lane + k];
+            later[k] = terms.rows[k] - dt[k] * terms.columns[k], before[k] = dt[k] * terms.end[k];
+        }
+        // Sums of `later` from a step on, and of `before` up to the step before.
+        ExactSum from = later[0] + later[1], through = before[0] + before[1];
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const ExactSum higher = from_higher(from, distance), lower = from_lower(through, distance);
+            if (lane + distance < 32) from += higher;
+            if (lane >= distance) through += lower;
+        }
+        const ExactSum higher = from_higher(from, 1), lower = from_lower(through, 1);
+        const float all = fast_exp2(of.sums[CHUNK - 1].value) * terms.whole;
+        const float exponent_grads[2] = {
+            float((lane < 31 ? higher : 0) + later[1] + later[0] + (lane ? lower : 0) + all),
+            float((lane < 31 ? higher : 0) + later[1] + (lane ? lower : 0) + before[0] + all),
+        };
+        const int head = first_head + of.number;
+        const bool again = !first || of.first > 0;  // an earlier block or tile of this head has stored its terms
+        float of_head[3] = {0, terms.diagonal[0] + terms.diagonal[1], 0};  // of A, D and dt_bias
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int t = 2 * lane + k;
+            of_head[0] += dt[k] * exponent_grads[k];
+            if (t >= range.steps) continue;
+            float* const to = args.dt_grad + (first_step + t) * sizes.heads + head;
+            const float inside = float(terms.end[k] + terms.columns[k]) + terms.scored[k];  // x_t·u_t
+            const float grad = slopes[of.number * CHUNK + t] * (inside + A * exponent_grads[k]);
+            of_head[2] += grad;
+            *to = (again ? *to : 0) + grad;
+        }
+#pragma unroll
+        for (int distance = 16; distance; distance /= 2) {
+#pragma unroll
+            for (float& sum : of_head) sum += __shfl_xor_sync(FULL_WARP, sum, distance);
+        }
+        if (lane == 0) {
+#pragma unroll
+            for (int k = 0; k < 3; k++) {
+                float* const to = args.head_grads + term_at(k, head);
+                *to = (again ? *to : 0) + of_head[k];
+            }
+        }
+    }
+    __device__ void store_nothing() const {
+        for (int h = threadIdx.x; h < heads; h += blockDim.x)
+            for (int k = 0; k < 3; k++) args.head_grads[term_at(k, first_head + h)] = 0;
+    }
+    // Where the chunk's term of a head's gradient is, of A, D or dt_bias.
+    __device__ i64 term_at(int which, int head) const {
+        return ((which * sizes.batch + batch) * sizes.slots + slot) * sizes.heads + head;
+    }
+    // Two numbers of B_grad or C_grad.
+    __device__ void store_sum(void* grad, i64 at, float x, float y) const {
+        if (splits > 1) return store_float2(static_cast<float*>(grad) + at, x, y);
+        *reinterpret_cast<Pair*>(static_cast<Storage*>(grad) + at) = pair_of(x, y);
     }
 };

@@ -88,10 +88,10 @@ OUTPUTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("out", "ungated", "final_state"),
     "states": ("states", "final_state", "sequence_decays"),
     "adjoint": ("adjoints", "initial_grad"),
-    "backward": ("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
+    "backward": ("x_grad", "dt_grad", "head_grads", "B_grad", "C_grad"),
 }
 #: Those that come in terms, and the dimensions to sum over; and those that are in the problem's dtype.
-_SUMS = {"A_grad": (0, 1), "D_grad": (0, 1), "B_grad": (0,), "C_grad": (0,)}
+_SUMS = {"head_grads": (1, 2), "B_grad": (0,), "C_grad": (0,)}
 _NARROW = ("states", "out", "ungated", "adjoints", "x_grad")
 #: Those that a forward pass may do without.
 _OPTIONAL = ("ungated", "states")
@@ -112,6 +112,9 @@ class Case(cases.Case):
             out, expected = out[:, self.occupied], expected[:, self.occupied]
         if name in _SUMS:
             out = out.double().sum(_SUMS[name])
+        if name == "head_grads":
+            pairs = zip(out, expected, self.terms[name], strict=True)
+            return max(relative_error(own, right, terms=terms) for own, right, terms in pairs)
         return relative_error(out, expected, terms=self.terms.get(name))
 
 
@@ -184,11 +187,12 @@ class Trial(cases.Trial):
     def _poisoned(self, name: str, like: Tensor, problem: SSDScanProblem) -> Tensor:
         """Memory for an output, full of NaN."""
         shape: tuple[int, ...] = tuple(like.shape)
-        if name in ("A_grad", "D_grad"):
-            shape = problem.batch, problem.slots, problem.heads
+        narrow = name in _NARROW
+        if name == "head_grads":
+            shape = 3, problem.batch, problem.slots, problem.heads
         elif name in _SUMS:
-            shape = problem.splits, *shape
-        dtype = getattr(torch, self.dtype) if name in _NARROW else torch.float32
+            shape, narrow = (problem.splits, *shape), problem.splits == 1
+        dtype = getattr(torch, self.dtype) if narrow else torch.float32
         return torch.full(shape, torch.nan, dtype=dtype, device=like.device)
 
 

@@ -44,14 +44,6 @@ enum : int {
     STATE_REGISTERS = HEADS == 2 ? 120 : 216,
     OUTPUT_REGISTERS = HEADS == 2 ? 136 : 144,
 };
-template <int BEFORE, int AFTER>
-__device__ inline void set_registers() {
-#if BY_WARPGROUPS
-    if constexpr (AFTER > BEFORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(AFTER));
-    else asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(AFTER));
-#endif
-}
-
 struct Forward {
     const Arguments& args;
     const Sizes& sizes = args.sizes;

@@ -127,10 +127,12 @@ class _SSDScan(Operator):
         if written is None:
             return None
 
+        of_heads = written["head_grads"].sum((1, 2))
+
         def of_D() -> Any:
             if of.D.ndim == 2:
                 return (inner.astype("float32") * of.x).sum((0, 1))
-            return written["D_grad"].sum((0, 1))
+            return of_heads[1]
 
         def of_z() -> Any:
             _, pull = jax.vjp(jax.nn.silu, of.z.astype("float32"))
@@ -139,12 +141,12 @@ class _SSDScan(Operator):
         gradients = (
             lambda: written["x_grad"],
             lambda: written["dt_grad"],
-            lambda: written["A_grad"].sum((0, 1)),
+            lambda: of_heads[0],
             lambda: written["B_grad"].sum(0),
             lambda: written["C_grad"].sum(0),
             of_D,
             of_z,
-            lambda: written["dt_grad"].sum((0, 1)),
+            lambda: of_heads[2],
             lambda: written["initial_grad"],
         )
         return [gradients[i]().astype(operands[i].dtype) for i in wanted]
@@ -210,13 +212,11 @@ def _launch_backward(
     if states is None or adjoints is None:
         return None
     inputs |= {"states": states["states"], "adjoints": adjoints["adjoints"]}
-    heads: Outline = (p.batch, p.slots, p.heads), wide
-    projection = (p.splits, *of.B.shape), wide
+    projection = (p.splits, *of.B.shape), wide if p.splits > 1 else dtype
     outputs: dict[str, Outline | None] = {
         "x_grad": outline_of(of.x),
         "dt_grad": (of.x.shape[:3], wide),
-        "A_grad": heads,
-        "D_grad": heads if of.D is not None and of.D.ndim == 1 else None,
+        "head_grads": ((3, p.batch, p.slots, p.heads), wide),
         "B_grad": projection,
         "C_grad": projection,
     }

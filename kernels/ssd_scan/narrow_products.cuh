@@ -118,10 +118,10 @@ __device__ void multiply(float (&sums)[N][4], Operand<A_LIES, TA> a, Operand<B_L
     for (int k = 0; k < K; k += 16)
         multiply_together<A_LIES, B_LIES>(sums, a.described(k), b.described(k), MORE || k);
 }
-// sums += A·B, where a lane has its part of 16 of K of A in registers.
+// sums += A·B, or without `more` sums = A·B, where a lane has its part of 16 of K of A in registers.
 template <Lies B_LIES, class TB, int N>
-__device__ void multiply_registers(float (&sums)[N][4], Fragment a, Operand<B_LIES, TB> b, int k) {
-    multiply_together<B_LIES>(sums, a, b.described(k), 1);
+__device__ void multiply_registers(float (&sums)[N][4], Fragment a, Operand<B_LIES, TB> b, int k, int more = 1) {
+    multiply_together<B_LIES>(sums, a, b.described(k), more);
 }
 #else
 __device__ inline void begin_products() {}
@@ -129,7 +129,8 @@ __device__ inline void close_products() {}
 template <int LEFT, int N>
 __device__ inline void wait_for_products(float (&)[N][4]) {}
 template <Lies B_LIES, class TB, int N>
-__device__ void multiply_registers(float (&sums)[N][4], Fragment a, Operand<B_LIES, TB> b, int k) {
+__device__ void multiply_registers(float (&sums)[N][4], Fragment a, Operand<B_LIES, TB> b, int k, int more = 1) {
+    if (!more) clear(sums);
     const unsigned lane = b.lane_of_B();
 #pragma unroll
     for (int n = 0; n < N; n += 2) {

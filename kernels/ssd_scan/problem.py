@@ -17,8 +17,9 @@ G groups, P the size of a head and N states:
     sequence_decays                   (batch, S, H), float32: the product of a sequence's decays; null if not asked for
     adjoints                          likewise: the gradient of the state after each chunk
     dt_grad                           (batch, T, H), float32
-    A_grad, D_grad                    (batch, slots, H), float32; zeros in slots that hold no step; D_grad null for D (H, P)
-    B_grad, C_grad                    (splits, batch, T, G, N), float32
+    head_grads                        (3, batch, slots, H), float32: terms of the gradients of A, D and dt_bias, zeros in slots that
+                                      hold no step; those of D are of one number a head
+    B_grad, C_grad                    (splits, batch, T, G, N), float32; if splits is 1, in the problem's dtype
 
 Gradients are summed over slots and splits by whoever asked for them.
 

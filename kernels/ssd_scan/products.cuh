@@ -46,13 +46,20 @@ __device__ inline void add_scaled(float (&sums)[N][4], const float (&products)[N
         sums[n][2] += scales.y * products[n][2], sums[n][3] += scales.y * products[n][3];
     }
 }
-#if BY_WARPGROUPS
 // Store a warp's 16 rows of sums in a tile, rounded, from row `row` and column `column` on.
 template <class T, int N>
 __device__ inline void store_sums(T to, const float (&sums)[N][4], int row, int column = 0) {
+#if BY_WARPGROUPS
     const int matrix = threadIdx.x % 32 / 8;
     const unsigned at = to.at(row + threadIdx.x % 8 + matrix % 2 * 8, matrix / 2 * PIECE);
 #pragma unroll
     for (int n = 0; n < N; n += 2) store_matrices(to.moved(at, 0, column + 8 * n), fragment_of(sums[n], sums[n + 1]));
-}
+#else
+    const unsigned at = to.lane_of_sums(row);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        store_pair(to.moved(at, 0, column + 8 * n), sums[n][0], sums[n][1]);
+        store_pair(to.moved(at, 8, column + 8 * n), sums[n][2], sums[n][3]);
+    }
 #endif
+}

@@ -76,19 +76,8 @@ struct RunningStates {
 
     // To shared memory, in the elements' type.
     __device__ void keep(Tile<SIZE, COLUMNS> to, int row) const {
-#if BY_WARPGROUPS
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) store_sums(to, sums[block], row, 64 * block);
-#else
-        const unsigned at = to.lane_of_sums(row);
-#pragma unroll
-        for (int block = 0; block < BLOCKS; block++)
-#pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                store_pair(to.moved(at, 0, 64 * block + 8 * n), sums[block][n][0], sums[block][n][1]);
-                store_pair(to.moved(at, 8, 64 * block + 8 * n), sums[block][n][2], sums[block][n][3]);
-            }
-#endif
     }
 
     // From float32 in memory, or zeros, and back: `rows` rows of `stride` numbers, of which `columns` are there.

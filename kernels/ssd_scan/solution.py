@@ -23,7 +23,7 @@ _LIKE = {"x_grad": "x", "dt_grad": "dt", "B_grad": "B", "C_grad": "C"}
 
 @dataclass(frozen=True)
 class Solution:
-    """results  what kernels write, by name; ``A_grad``, ``D_grad``, ``B_grad`` and ``C_grad`` summed up
+    """results  what kernels write, by name; ``head_grads``, ``B_grad`` and ``C_grad`` summed up
     occupied   of each slot, whether it holds a step
     terms      of gradients that are sums over batch and time, the roots of the sums of their terms' squares: of steps, and of
                A of chunks
@@ -81,7 +81,7 @@ class _Problem:
             "initial_grad": _state(inputs, "final_grad", of_state),
         }
         # Of chunks, as kernels sum them up: what is computed of a chunk's state enters all of its steps.
-        self.summands = {"A_grad": torch.zeros(batch, slots, heads, dtype=torch.float64)}
+        self.A_terms = torch.zeros(batch, slots, heads, dtype=torch.float64)
 
     def solution(self) -> Solution:
         for number, (begin, end) in enumerate(self.spans):
@@ -103,21 +103,21 @@ class _Problem:
                 states = self._states(self.results["states"][:, slot], first, last)
                 adjoint = self._back(states, adjoint, slot, first, last)
             self.results["initial_grad"][:, number] = adjoint
-        summands, results = self.summands, self.results
+        results = self.results
         results["dt_grad"] *= self.slopes
         if self.D is not None:
             wide = self.D.dim() == 2
             D = self.D.double() if wide else self.D.double().unsqueeze(-1)
             results["out"] += D * self.x
             results["x_grad"] += D * self.out_grad
-            if not wide:  # else it is computed of x and out_grad by whoever asks for it
-                summands["D_grad"] = (self.out_grad * self.x).sum(-1)
         if self.z is not None:
             results["ungated"] = results["out"]
             results["out"] = results["out"] * functional.silu(self.z.double())
-        sums = {name: t.sum((0, 1)) for name, t in summands.items()}
-        terms = {name: t.square().sum((0, 1)).sqrt() for name, t in summands.items()}
-        return Solution(results | sums, self.occupied, terms)
+        # That of D (H, P) is computed of x and out_grad by whoever asks for it.
+        summands = self.A_terms, (self.out_grad * self.x).sum(-1), results["dt_grad"]
+        results["head_grads"] = torch.stack([t.sum((0, 1)) for t in summands])
+        terms = torch.stack([t.square().sum((0, 1)).sqrt() for t in summands])
+        return Solution(results, self.occupied, {"head_grads": terms})
 
     def _gate(self, t: int) -> Tensor:
         """What the state before step t is multiplied by, (batch, H, 1, 1)."""
@@ -148,7 +148,7 @@ class _Problem:
             results["C_grad"][:, t] = self._of_groups((grad.unsqueeze(-2) @ after).squeeze(-2))
             exponent_grad = (adjoint * before * self._gate(t)).sum((-1, -2))  # of δ·A
             results["dt_grad"][:, t] = (token_grad * x).sum(-1) + exponent_grad * self.A
-            self.summands["A_grad"][:, slot] += exponent_grad * self.deltas[:, t]
+            self.A_terms[:, slot] += exponent_grad * self.deltas[:, t]
             adjoint = self._gate(t) * adjoint
         return adjoint
 

@@ -66,8 +66,10 @@ _STAGES = (1, 2)
 #: by warpgroups. For how many chunks their shared memory has the decays of steps.
 _APART = ((64, 4, 0, 2, 2), (128, 4, 0, 2, 2), (MOST_STATES, 3, 0, 1, 2))
 _KEPT_CHUNKS = 8
-#: Bytes of the maps by which a CTA of these copies x, B, C and outputs.
-_MAPS = 4 * 128
+#: Those of a backward pass whose warpgroups have work of their own: states, stages and warps.
+_BACKWARD_APART = ((SMALL_BLOCK, 3, 12), (BLOCK, 3, 12))
+#: Bytes of the maps by which a CTA of these copies x, B, C and outputs; x, the output's gradient, states, adjoints and x_grad.
+_MAPS = {"forward": 4 * 128, "states": 2 * 128, "adjoint": 2 * 128, "backward": 5 * 128}
 #: So few CTAs leave SMs empty, with tiles of half the states twice as many.
 _FEW_CTAS = 200
 
@@ -79,16 +81,16 @@ POINTERS: dict[Direction, tuple[str, ...]] = {
     ),
     "states": (
         *("x", "dt", "A", "B", "dt_bias", "initial_state", "cu_seqlens", "seq_idx"),
-        *("states", "final_state", "sequence_decays"),
+        *("states", "final_state", "sequence_decays", "workspace"),
     ),
     "adjoint": (
         *("dt", "A", "C", "dt_bias", "out_grad", "final_grad", "cu_seqlens", "seq_idx"),
-        *("adjoints", "initial_grad"),
+        *("adjoints", "initial_grad", "workspace"),
     ),
     "backward": (
         *("x", "dt", "A", "B", "C", "D", "dt_bias", "out_grad", "cu_seqlens", "seq_idx"),
         *("states", "adjoints"),
-        *("x_grad", "dt_grad", "A_grad", "D_grad", "B_grad", "C_grad"),
+        *("x_grad", "dt_grad", "head_grads", "B_grad", "C_grad", "workspace"),
     ),
 }
 _SOURCES = {"adjoint": "states.cu"}
@@ -109,8 +111,10 @@ def parameters(direction: Direction) -> tuple[Parameter, ...]:
 
 
 def _apart(variant: Variant) -> bool:
-    """Whether outputs have warpgroups that take turns (``forward_apart.cuh``)."""
-    return variant.kernel == "forward" and variant.number("outputs") > 1
+    """Whether warpgroups have work of their own (``forward_apart.cuh``, ``backward_apart.cuh``)."""
+    if variant.kernel == "forward":
+        return variant.number("outputs") > 1
+    return variant.number("stages") > _STAGES[-1]
 
 
 def _kind_mismatch(variant: Variant, problem: SSDScanProblem) -> str | None:
@@ -166,7 +170,7 @@ def _launch(variant: Variant, problem: SSDScanProblem, sm_count: int) -> Launch:
     known = problem.scalars()
     integers = [p.name for p in parameters(problem.direction) if p.kind == "i64"]
     grid = _grid(variant, problem)
-    maps = _MAPS * grid[0] if _apart(variant) else 0
+    maps = _MAPS[variant.kernel] * grid[0] * grid[1] if _apart(variant) else 0
     return Launch(grid, {name: known[name] for name in integers}, maps, zeroed=False)
 
 
@@ -184,7 +188,8 @@ def _constants(variant: Variant) -> dict[str, Static]:
         own = {name.upper(): variant.number(name) for name in ("gated", "heads", "outputs")}
         numbers |= own | {"CTAS": 1 if one else 2}
     elif variant.kernel != "backward":
-        numbers |= {"CTAS": 2 if wide else 3, "REVERSE": int(variant.kernel == "adjoint")}
+        fit = {64: 4, 128: 2}[numbers["STATES"]] if _apart(variant) else 2 if wide else 3
+        numbers |= {"CTAS": fit, "REVERSE": int(variant.kernel == "adjoint")}
     return {"ELEMENT": variant.text("dtype"), **numbers}
 
 
@@ -193,18 +198,23 @@ def _shared(variant: Variant) -> int:
     columns, stages, warps = (variant.number(name) for name in ("states", "stages", "warps"))
     size, of_steps = (4, 5) if _wide(variant) else (2, 4)
     chunk, kept, x = size * CHUNK * columns, size * SIZE * columns, size * CHUNK * SIZE
-    if _apart(variant):
+    apart, stage = _apart(variant), 8 if _apart(variant) else 0
+    if variant.kernel == "forward" and apart:
         heads = variant.number("heads")
         steps = 4 * heads * _KEPT_CHUNKS * (of_steps * CHUNK + 1)
-        return stages * (heads * x + chunk + 8) + 2 * (chunk + 8) + heads * kept + steps
+        return stages * (heads * x + chunk + stage) + 2 * (chunk + 8) + heads * kept + steps
     if variant.kernel == "forward":
         skips = SIZE * variant.number("gated")
         return stages * (x + 2 * chunk) + kept + 4 * (warps * (of_steps * CHUNK + 1) + skips)
     if variant.kernel != "backward":
-        return stages * (x + chunk) + kept + 4 * warps * (CHUNK + 1)
-    terms = 4 * ((19 if _wide(variant) else 13) * CHUNK + warps)
+        return stages * (x + chunk + stage) + kept + 4 * warps * (CHUNK + 1)
     of_heads = 4 * (of_steps - 1) * most_heads(variant.text("dtype")) * CHUNK
-    return 2 * chunk + stages * 2 * (x + kept) + size * CHUNK * CHUNK + x + of_heads + 2 * terms
+    tiles = 2 * chunk + stages * (2 * (x + kept) + stage) + of_heads
+    if apart:
+        terms = 4 * 4 * (9 * CHUNK + 4)
+        return tiles + 2 * (x + 8) + terms
+    terms = 4 * ((18 if _wide(variant) else 12) * CHUNK + warps)
+    return tiles + size * CHUNK * CHUNK + x + 2 * terms
 
 
 def _fits(kernel: Direction, statics: Pins, target: Target) -> bool:
@@ -217,7 +227,7 @@ def _serves(kernel: Direction, statics: Pins, target: Target) -> bool:
     if "stages" not in named:
         return True
     by_warpgroups = target.capability == (9, 0) and not target.is_ptx
-    if kernel == "forward" and named["outputs"] == 2:
+    if _apart(Variant(FAMILY_NAME, kernel, "cuda", statics)):
         return by_warpgroups
     if by_warpgroups and _replaced(kernel, named):
         return False
@@ -227,10 +237,12 @@ def _serves(kernel: Direction, statics: Pins, target: Target) -> bool:
 
 
 def _replaced(kernel: Direction, named: Mapping[str, Static]) -> bool:
-    """Whether there is a tile with the same heads and states whose outputs have warpgroups that take turns."""
+    """Whether there is a tile with the same heads and states whose warpgroups have work of their own."""
+    if named["dtype"] == "float32":
+        return False
     names = ("states", "gated", "heads")
     same = any((tile[0], *tile[2:4]) == tuple(map(named.get, names)) for tile in _APART)
-    return kernel == "forward" and same and named["dtype"] != "float32"
+    return kernel != "forward" or same
 
 
 def _cost(variant: Variant, problem: SSDScanProblem) -> float:
@@ -254,6 +266,10 @@ def _tiles(direction: Direction, dtype: str) -> tuple[Pins, ...]:
     if direction == "forward":
         choices |= {"gated": (1,) if wide else (0, 1), "heads": (1,), "outputs": (1,)}
         more = () if wide else tuple((*tile, 4 * sum(tile[3:])) for tile in _APART)
+    if direction == "backward" and not wide:
+        more = _BACKWARD_APART
+    if direction in ("states", "adjoint") and not wide:
+        more = tuple((count, 3, _WARPS[direction]) for count in columns)
     choices["warps"] = (_WARPS[direction],)
     return tuple(
         tuple(zip(choices, tile, strict=True)) for tile in (*product(*choices.values()), *more)

@@ -12,12 +12,15 @@
 // A CTA of four warps has SIZE channels of one head and STATES states of each, in registers: a warp has 16 × STATES. For each
 // chunk:
 //
-//     load    x and B, STAGES - 1 chunks ahead
+//     load    x and B, STAGES - 1 chunks ahead; on sm_90a by the tensor memory accelerator, with maps that the CTA makes in the workspace
 //     keep    the state, in the elements' type
 //     add     what the chunk adds, on tensor cores: xᵀ, scaled in registers, times B
 //
 // Every four chunks each warp computes what the steps of one of the next four are scaled by.
 #include "running_states.cuh"
+#if BY_WARPGROUPS
+#include "../common/tensor_copy.cuh"
+#endif
 
 enum : int {
     CHUNK = 64,
@@ -34,6 +37,7 @@ struct Arguments {
     Storage* states;                // null: not asked for, like the following
     float *last_state, *sequence_decays;
     Sizes sizes;
+    char* workspace;
 };
 
 struct States {
@@ -56,8 +60,8 @@ struct States {
     const SequenceRange range = sequence_range<CHUNK>(sizes, args.cu_seqlens, sequence);
     const int chunks = (range.end - range.begin + CHUNK - 1) / CHUNK;
 
-    const Copier<CHUNK, SIZE, THREADS> x{args.x.at(batch, range.begin, head) + first_number, args.x.time, numbers};
-    const Copier<CHUNK, STATES, THREADS> B{args.B.at(batch, range.begin, group) + first_column, args.B.time, columns};
+    const Storage* const first_x = args.x.at(batch, range.begin, head) + first_number;
+    const Storage* const first_B = args.B.at(batch, range.begin, group) + first_column;
 
     // Where the lane's next piece of a state is stored; elements to the next chunk, and to the row ROWS_APART further.
     enum : int { PIECES = STATES / PIECE, ROWS_APART = 32 / PIECES };
@@ -78,14 +82,14 @@ struct States {
     __device__ void run() {
         running.load(at_sequence(args.first_state), sizes.state_size, numbers, columns, row);
         next_steps.load(args.steps, batch, range.begin, begin_of(warp), steps_of(warp), head);
+        prepare_copies();
 #pragma unroll
         for (int i = 0; i < STAGES - 1; i++) load(i, i);
         int stage = 0;
         float passed = 1;
 #pragma unroll 1
         for (int i = 0; i < chunks; i++) {
-            wait_for_copies<STAGES - 2>();
-            meet();
+            wait_for_chunk(i, stage);
             if (i % WARPS == 0) {
                 weigh(i);
                 __syncthreads();
@@ -107,6 +111,46 @@ struct States {
     __device__ int begin_of(int i) const { return range.begin + chunk(i) * CHUNK; }
     __device__ int steps_of(int i) const { return i < chunks ? smaller(range.end - begin_of(i), CHUNK) : 0; }
 
+#if BY_WARPGROUPS
+    enum : int { MAPS = 2 };
+    char* const maps = args.workspace + i64(blockIdx.x) * MAPS * TENSOR_MAP;
+    const unsigned copied = shared_address(decays + WARPS);  // a barrier for each stage
+
+    __device__ void prepare_copies() const {
+        if (chunks && warp == 0) {
+            const auto make = [&](int i, const void* data, int columns, i64 step) {
+                make_tensor_map(maps + i * TENSOR_MAP, stages + i * TENSOR_MAP, data,
+                                {unsigned(columns), 1, unsigned(range.end - range.begin)}, {u64(2 * step), u64(2 * step)}, CHUNK);
+            };
+            make(0, first_x, numbers, args.x.time), make(1, first_B, columns, args.B.time);
+            if (lane == 0) {
+#pragma unroll
+                for (int i = 0; i < STAGES; i++) init_copy_barrier(copied + 8 * i);
+                show_copy_barriers();
+                for (int i = 0; i < MAPS; i++) acquire_tensor_map(maps + i * TENSOR_MAP);
+            }
+            show_tensor_cores();  // maps went through memory of tiles
+        }
+        __syncthreads();
+    }
+    __device__ void load(int i, int stage) const {
+        if (threadIdx.x || i >= chunks) return;
+        const unsigned to = stages + stage * STAGE, barrier = copied + 8 * stage;
+        expect_bytes(barrier, STAGE);
+        copy_box(to, maps, 0, 0, chunk(i) * CHUNK, barrier);
+#pragma unroll
+        for (int first = 0; first < STATES; first += 64)
+            copy_box(to + ELEMENT_BYTES * CHUNK * (SIZE + first), maps + TENSOR_MAP, first, 0, chunk(i) * CHUNK, barrier);
+    }
+    __device__ void wait_for_chunk(int i, int stage) const {
+        wait_for_bytes(copied + 8 * stage, i / STAGES % 2);
+        __syncthreads();  // all have read the chunk before
+    }
+#else
+    const Copier<CHUNK, SIZE, THREADS> x{first_x, args.x.time, numbers};
+    const Copier<CHUNK, STATES, THREADS> B{first_B, args.B.time, columns};
+
+    __device__ void prepare_copies() const {}
     __device__ void load(int i, int stage) const {
         if (i < chunks) {
             const unsigned to = stages + stage * STAGE;
@@ -116,6 +160,11 @@ struct States {
         }
         commit_copies();
     }
+    __device__ void wait_for_chunk(int, int) const {
+        wait_for_copies<STAGES - 2>();
+        meet();
+    }
+#endif
 
     // What each step of chunk i + warp is scaled by, and the decay over that chunk.
     __device__ void weigh(int i) {
@@ -156,7 +205,7 @@ struct States {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 ssd_scan_adjoint(const void* dt, const float* A, const Storage* C, const float* dt_bias, const Storage* out_grad,
                  const float* final_grad, const int* cu_seqlens, const int* seq_idx, Storage* adjoints,
-                 float* initial_grad, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size, i64 state_size,
+                 float* initial_grad, char* workspace, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size, i64 state_size,
                  i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 dt_batch, i64 dt_time, i64 dt_head,
                  i64 C_batch, i64 C_time, i64 C_group, i64 grad_batch, i64 grad_time, i64 grad_head) {
     States({{out_grad, grad_batch, grad_time, grad_head},
@@ -164,14 +213,14 @@ ssd_scan_adjoint(const void* dt, const float* A, const Storage* C, const float* 
             {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
              __uint_as_float(unsigned(dt_high))},
             final_grad, cu_seqlens, adjoints, initial_grad, nullptr,
-            {batch, time, heads, groups, head_size, state_size, sequences, slots}})
+            {batch, time, heads, groups, head_size, state_size, sequences, slots}, workspace})
         .run();
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 ssd_scan_states(const Storage* x, const void* dt, const float* A, const Storage* B, const float* dt_bias,
                 const float* initial_state, const int* cu_seqlens, const int* seq_idx, Storage* states,
-                float* final_state, float* sequence_decays, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size,
+                float* final_state, float* sequence_decays, char* workspace, i64 batch, i64 time, i64 heads, i64 groups, i64 head_size,
                 i64 state_size, i64 sequences, i64 slots, i64 flags, i64 dt_low, i64 dt_high, i64 x_batch, i64 x_time,
                 i64 x_head, i64 dt_batch, i64 dt_time, i64 dt_head, i64 B_batch, i64 B_time, i64 B_group) {
     States({{x, x_batch, x_time, x_head},
@@ -179,7 +228,7 @@ ssd_scan_states(const Storage* x, const void* dt, const float* A, const Storage*
             {dt, dt_batch, dt_time, dt_head, A, dt_bias, seq_idx, time, flags, __uint_as_float(unsigned(dt_low)),
              __uint_as_float(unsigned(dt_high))},
             initial_state, cu_seqlens, states, final_state, sequence_decays,
-            {batch, time, heads, groups, head_size, state_size, sequences, slots}})
+            {batch, time, heads, groups, head_size, state_size, sequences, slots}, workspace})
         .run();
 }
 #endif

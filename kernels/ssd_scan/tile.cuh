@@ -11,6 +11,15 @@
 #define BY_WARPGROUPS 0
 #endif
 
+// Let each thread of a warpgroup, which had BEFORE registers, have AFTER, if others leave them or want them.
+template <int BEFORE, int AFTER>
+__device__ inline void set_registers() {
+#if BY_WARPGROUPS
+    if constexpr (AFTER > BEFORE) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(AFTER));
+    if constexpr (AFTER < BEFORE) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(AFTER));
+#endif
+}
+
 // HEIGHT rows of WIDTH elements, in blocks whose rows have 128 bytes and are swizzled: piece c of 16 bytes of row r lies where piece
 // c ^ swizzle(r) would be. Elements of 16 bits are swizzled as wgmma takes them. Those of 32 bits are swizzled so that no bank
 // conflicts where a warp loads a piece of each of eight rows, or a word of each of eight columns, of rows 0 to 3, 4 to 7, 0, 2, 4, 6

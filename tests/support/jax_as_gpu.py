@@ -196,11 +196,14 @@ def _ssd_backward(own: dict[str, Any], call: Callable[..., Any]) -> None:
     loss.backward()
     own["x_grad"].copy_(leaves["x"].grad)
     own["dt_grad"].copy_(leaves["dt"].grad)
-    for name in ("A", "B", "C", "D"):
+    own["head_grads"].zero_()
+    for terms, name in zip(own["head_grads"], ("A", "D", "dt_bias"), strict=True):
+        if own[name] is not None and own[name].dim() == 1:
+            terms[0, 0].copy_(leaves[name].grad)
+    for name in ("B", "C"):
         terms = own[f"{name}_grad"]
-        if terms is not None:
-            terms.zero_()
-            (terms[0, 0] if name in "AD" else terms[0]).copy_(leaves[name].grad)
+        terms.zero_()
+        terms[0].copy_(leaves[name].grad)
     if _handed_on["initial_grad"] is not None:
         _handed_on["initial_grad"].copy_(leaves["initial_state"].grad)
 
@@ -229,8 +232,10 @@ def ssd_scan(
         "D": (skip, torch.float32),
         "dt": (x[:3], of_dt),
         "dt_grad": (x[:3], torch.float32),
-        **dict.fromkeys(("A_grad", "D_grad"), (of_slots, torch.float32)),
-        **dict.fromkeys(("B_grad", "C_grad"), ((splits, *projection), torch.float32)),
+        "head_grads": ((3, *of_slots), torch.float32),
+        **dict.fromkeys(
+            ("B_grad", "C_grad"), ((splits, *projection), torch.float32 if splits > 1 else narrow)
+        ),
         **dict.fromkeys(
             ("initial_state", "final_state", "final_grad", "initial_grad"), (state, torch.float32)
         ),
@@ -256,7 +261,11 @@ def ssd_scan(
 
     def run(pointers: tuple[int | None, ...]) -> None:
         pairs = zip(names, pointers, strict=True)
-        own = {name: tensor(name, address) for name, address in pairs if address}
+        own = {
+            name: tensor(name, address)
+            for name, address in pairs
+            if address and name != "workspace"
+        }
         own = dict.fromkeys(names) | own
         if direction == "forward":
             out, final = call(own, own["z"])

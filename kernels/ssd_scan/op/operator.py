@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from scan_registry.hardware.device import Device
     from scan_registry.kernels.ssd_scan.problem import SSDScanProblem
 
-#: Of the gradients of x, dt, A, B, C and D, the names of the kernels' pointers.
-_GRADIENTS = ("x_grad", "dt_grad", "A_grad", "B_grad", "C_grad", "D_grad")
 _USUAL_STATES = 128
 
 
@@ -62,6 +60,8 @@ class SSDScan(Operator):
         return call
 
     def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
+        import torch
+
         from scan_registry.kernels.ssd_scan.op import plans
         from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
 
@@ -84,17 +84,34 @@ class SSDScan(Operator):
         else:
             out_grad = tensors["out_grad"]
             assert out_grad is not None
-            wanted = [True] * len(_GRADIENTS) + [False] * (DIFFERENTIABLE - len(_GRADIENTS))
-            arguments = arguments._replace(z=None)  # the gradient is of what it gates
-            gradients = plans.backward(arguments, None, out_grad, final_grad, options, tuple(wanted))  # fmt: skip
-            named = zip(_GRADIENTS, gradients, strict=False)
-            results = {n: g for n, g in named if g is not None and tensors.get(n) is not None}
+            zeros = torch.zeros_like(arguments.A)
+            D, bias = arguments.D, arguments.dt_bias
+            arguments = arguments._replace(
+                z=None,  # the gradient is of what it gates
+                D=zeros if D is None else D,
+                dt_bias=zeros if bias is None else bias,
+            )
+            wanted = tuple(
+                name not in ("z", "initial_state") for name in Arguments._fields[:DIFFERENTIABLE]
+            )
+            gradients = plans.backward(arguments, None, out_grad, final_grad, options, wanted)
+            grads = {
+                n: g for n, g in zip(Arguments._fields, gradients, strict=False) if g is not None
+            }
+            of_D = grads["D"] if grads["D"].dim() == 1 else grads["D"].sum(1)
+            results = {f"{name}_grad": grads[name] for name in ("x", "dt", "B", "C")}
+            results["head_grads"] = torch.stack([grads["A"], of_D, grads["dt_bias"]])[:, None, None]
         for name, result in results.items():
             kept = tensors[name]
             assert kept is not None
             kept.zero_()
-            first = (0,) * (kept.dim() - result.dim())  # all of a sum in its first term
-            kept[first].copy_(result)
+            # All of a sum in its first term.
+            first = (
+                kept[:, :1, :1]
+                if name == "head_grads"
+                else kept[(0,) * (kept.dim() - result.dim())]
+            )
+            first.copy_(result)
 
 
 OPERATOR = SSDScan()

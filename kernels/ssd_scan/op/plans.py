@@ -267,19 +267,18 @@ def written(
     """Shapes and dtypes of what a backward pass writes, and of what its kernels hand on to each other, by the names of
     pointers. ``initial``: whether the initial state's gradient is wanted."""
     x, wide, p = arguments.x, torch.float32, problem
-    heads = p.batch, p.slots, p.heads
+    heads = 3, p.batch, p.slots, p.heads
     projection = p.splits, *arguments.B.shape
+    of_sums = wide if p.splits > 1 else x.dtype
     buffers = {
         "states": (_slots_shape(p), x.dtype),
         "adjoints": (_slots_shape(p), x.dtype),
         "x_grad": (x.shape, x.dtype),
         "dt_grad": (x.shape[:3], wide),
-        "A_grad": (heads, wide),
-        "B_grad": (projection, wide),
-        "C_grad": (projection, wide),
+        "head_grads": (heads, wide),
+        "B_grad": (projection, of_sums),
+        "C_grad": (projection, of_sums),
     }
-    if arguments.D is not None and not p.wide_D:
-        buffers["D_grad"] = heads, wide
     if initial:
         buffers["initial_grad"] = state_shape(arguments), wide
     return buffers
@@ -290,15 +289,17 @@ def finished(
 ) -> Gradients:
     """The gradients that are needed, of what kernels wrote; None for that of z."""
     dt_grad = pointers["dt_grad"]
+    of_heads = pointers["head_grads"].sum((1, 2))
+    wide_D = arguments.D is not None and arguments.D.dim() == 2
     gradients: list[Callable[[], Tensor | None]] = [
         lambda: pointers["x_grad"],
         lambda: dt_grad.to(arguments.dt.dtype),
-        lambda: pointers["A_grad"].sum((0, 1)),
+        lambda: of_heads[0],
         lambda: _total(pointers["B_grad"]).to(arguments.B.dtype),
         lambda: _total(pointers["C_grad"]).to(arguments.C.dtype),
-        lambda: _skip_gradient(arguments, pointers),
+        lambda: _skip_gradient(arguments, pointers["out_grad"]) if wide_D else of_heads[1],
         lambda: None,  # of z
-        lambda: dt_grad.sum((0, 1)),
+        lambda: of_heads[2],
         lambda: pointers["initial_grad"],
     ]
     assert len(gradients) == DIFFERENTIABLE
@@ -307,13 +308,9 @@ def finished(
     )
 
 
-def _skip_gradient(arguments: Arguments, pointers: Mapping[str, Any]) -> Tensor:
-    """That of D."""
-    if arguments.D is not None and arguments.D.dim() == 2:
-        products: Tensor = pointers["out_grad"].float() * arguments.x
-        return products.sum((0, 1))
-    gradient: Tensor = pointers["D_grad"].sum((0, 1))
-    return gradient
+def _skip_gradient(arguments: Arguments, out_grad: Tensor) -> Tensor:
+    """That of D (H, P)."""
+    return (out_grad.float() * arguments.x).sum((0, 1))
 
 
 def _total(terms: Tensor) -> Tensor:

@@ -79,6 +79,7 @@ struct Block {
     std::vector<int> left;   // threads of each warp that are done
     std::vector<int> ready;  // threads that can go on, other than the running one
     int running = 0, living = 0;
+    int slow = -1;  // a warp whose threads go on when hardly any other can, as odd seeds have one
     long turns = 0;
 
     Block(const Launch& launch, unsigned number)
@@ -94,6 +95,7 @@ struct Block {
         }
         std::fill(left.begin(), left.end(), 0);
         living = int(threads.size());
+        slow = launch.seed % 2 ? int(random.below(warps.size())) : -1;
         turns = 0;
         for (int i = 0; i < living; i++) {
             threads[i].begun = false;
@@ -152,7 +154,8 @@ struct Block {
         if (ready.empty()) fail("nobody gets on: threads wait for what never comes");
         // Or blocks would change places where they wait for each other, and nowhere else.
         if (random.below(YIELDS) == 0) std::this_thread::yield();
-        const std::size_t drawn = random.below(ready.size());
+        std::size_t drawn = random.below(ready.size());
+        for (int again = 0; ready[drawn] / WARP == slow && again < 8; again++) drawn = random.below(ready.size());
         const int next = ready[drawn];
         ready[drawn] = ready.back();
         ready.pop_back();

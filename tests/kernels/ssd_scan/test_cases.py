@@ -39,14 +39,18 @@ def solved_by_reference(trial: cases.Trial, z: Tensor | None = None) -> dict[str
     results, grads = [out], [there(tensors["out_grad"]).detach()]
     if tensors["final_grad"] is not None:
         results, grads = [out, final], [*grads, tensors["final_grad"].detach()]
-    names = {"x_grad": "x", "dt_grad": "dt", "A_grad": "A", "B_grad": "B", "C_grad": "C", "D_grad": "D"}  # fmt: skip
+    names = {"x_grad": "x", "dt_grad": "dt", "A": "A", "B_grad": "B", "C_grad": "C", "D": "D", "dt_bias": "dt_bias"}  # fmt: skip
     leaves = {n: tensors[of] for n, of in names.items() if tensors[of] is not None}
-    if trial.setting.wide_D:
-        leaves.pop("D_grad", None)
     leaves["initial_grad"] = initial
     gradients = torch.autograd.grad(results, [*leaves.values()], grads)
     results_of = {"out": out, "final_state": final, "sequence_decays": decays[..., 0, 0]}
-    return results_of | dict(zip(leaves, gradients, strict=True))
+    results_of |= dict(zip(leaves, gradients, strict=True))
+    # Without D or dt_bias, those of zeros.
+    of_D = results_of.pop("D", (grads[0] * there(tensors["x"])).sum((0, 1, 3)))
+    of_bias = results_of.pop("dt_bias", results_of["dt_grad"].sum((0, 1)))
+    of_D = of_D.sum(1) if of_D.dim() == 2 else of_D
+    results_of["head_grads"] = torch.stack([results_of.pop("A"), of_D, of_bias])
+    return results_of
 
 
 @pytest.mark.parametrize("setting", cases.SETTINGS, ids=str)
@@ -100,7 +104,7 @@ def test_every_pointer_has_a_tensor_and_results_count(
 ) -> None:
     trial = cases.draw((2, 70, 4, 8, 8), setting, "bfloat16", "cpu")
     for case in trial.launches(direction):
-        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "D_grad", "ungated", "states", "workspace"}  # fmt: skip
+        optional = {"D", "z", "dt_bias", "initial_state", "cu_seqlens", "seq_idx", "final_grad", "ungated", "states", "workspace"}  # fmt: skip
         pointers = {p.name for p in parameters(case.problem.direction) if p.kind == "pointer"}
         assert pointers - {*case.tensors} <= optional
         for name in ("x", "B", "C", "out_grad", *(["z"] if setting.gated else [])):
@@ -111,8 +115,8 @@ def test_every_pointer_has_a_tensor_and_results_count(
         for name, value in case.expected.items():
             out = there(case.tensors[name])
             out.zero_()
-            first = (0,) * (out.dim() - value.dim())
-            out[first].copy_(value)
+            first = out[:, 0, 0] if name == "head_grads" else out[(0,) * (out.dim() - value.dim())]
+            first.copy_(value)
         assert case.error() < 4e-3
         for name in case.expected:
             there(case.tensors[name]).add_(float(case.expected[name].abs().max()) + 1)

@@ -85,3 +85,24 @@ def test_many_chunks_go_through_few_tiles(
     for seed, case in enumerate(trial.launches("forward")):
         library.run(case.problem, case.tensors, seed=seed)
         assert max(case.errors().values()) <= cases.TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("states", [64, 128])
+def test_many_heads_go_through_few_tiles(
+    states: int, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Where warpgroups of the backward pass have work of their own: shared memory has tiles of three heads and terms of four."""
+    kernel = FAMILY.kernel("backward", "cuda")
+    (variant,) = (
+        v
+        for v in FAMILY.variants()
+        if (v.kernel, v.text("dtype")) == ("backward", "bfloat16")
+        and (v.number("stages"), v.number("states")) == (3, states)
+    )
+    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    torch.manual_seed(0)
+    trial = cases.draw((1, 40, 24, 8, states), cases.SETTINGS[0], "bfloat16", "cpu")
+    case = trial.case("backward", aligned=True)
+    for seed in range(8):
+        library.run(case.problem, case.tensors, seed=seed)
+        assert max(case.errors().values()) <= cases.TOLERANCE["bfloat16"], seed

@@ -101,12 +101,12 @@ class Kernels:
             if name in ("states", "adjoints"):
                 self.kept[name] = result
             if target is None:
-                assert name in ("final_state", "initial_grad", "D_grad", "ungated", "states", "sequence_decays")  # fmt: skip
+                assert name in ("final_state", "initial_grad", "ungated", "states", "sequence_decays")  # fmt: skip
                 continue
             assert result is not None
-            if name in ("A_grad", "D_grad"):
-                assert target.shape == (problem.batch, problem.slots, problem.heads)
-                target.zero_()[-1, -1] = result
+            if name == "head_grads":
+                assert target.shape == (3, problem.batch, problem.slots, problem.heads)
+                target.zero_()[:, -1, -1] = result
             elif name in ("B_grad", "C_grad"):
                 assert target.shape[0] == problem.splits
                 target.zero_()[-1] = result
