@@ -35,6 +35,17 @@ from scan_registry.kernels.causal_conv1d.spec import FAMILY
 
 ACCEPTED = (*DTYPES, "float64")
 ACTIVATIONS = (None, "silu", "swish")
+PARAMETERS = {
+    "x": checks.Parameter(ACCEPTED, (3,), checks.SEQUENCES, optional=False),
+    "weight": checks.Parameter(ACCEPTED, (2,), "(channels, width)", optional=False),
+    "bias": checks.Parameter(ACCEPTED, (1,), "(channels,)"),
+    "initial_state": checks.Parameter(
+        ACCEPTED,
+        (3,),
+        "(batch, channels, width-1), or with cu_seqlens (sequences, channels, width-1)",
+    ),
+    "cu_seqlens": checks.CU_SEQLENS,
+}
 
 
 class Options(NamedTuple):
@@ -58,6 +69,7 @@ def causal_conv1d(
     return_final_state: bool = False,
     activation: str | None = None,
     backend: Backend = "auto",
+    axis_name: str | None = None,
 ) -> Any:
     """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]) over j from 0 to width-1, for each channel by itself.
 
@@ -69,59 +81,63 @@ def causal_conv1d(
             (sequences, channels, width-1). None for zeros.
         dim: the time dimension, -1 or 2, or 1 or -2.
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along time begin, and where the last one
-            ends. The batch is 1 then. Values are checked on the CPU alone.
+            ends, as for ``linear_scan``. The batch is 1 then.
         return_final_state: return the last width-1 inputs, too, those of the initial state among them.
         activation: None, or ``"silu"`` or ``"swish"``, which are the same.
         backend: as for ``linear_scan``.
+        axis_name: as for ``linear_scan``. Each device has at least width-1 steps.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; the message says what is.
         NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
     """
-    arrays = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-    checks.check_arrays(arrays | {"cu_seqlens": cu_seqlens}, dict.fromkeys(arrays, ACCEPTED))
+    arguments = x, weight, bias, initial_state, cu_seqlens
+    arrays = checks.as_arrays(dict(zip(PARAMETERS, arguments, strict=True)), PARAMETERS)
     checks.check_backend(backend)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; accepted are None, 'silu' and 'swish'")
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    if x.ndim != 3:
-        raise ValueError(
-            f"x has shape {x.shape}; it must be (batch, channels, time), or with dim=1 (batch, time, channels)"
-        )
-    if (dim := checks.check_dim(dim, 3)) == -3:
-        raise ValueError("dim is 0; accepted are -1 or 2, and 1 or -2")
+    checks.check_choice("activation", activation, ACTIVATIONS)
+    options = Options(
+        checks.check_time(dim),
+        activation is not None,
+        checks.check_bool("return_final_state", return_final_state),
+        backend,
+        policy.lowest(),
+    )
+    operands = _converted(arrays, options.dim)
+    if axis_name is None:
+        results = convolve(operands, options)
+    else:
+        devices = checks.check_axis(axis_name, cu_seqlens)
+        from scan_registry.kernels.causal_conv1d.jax_sharded import convolve_over
+
+        results = convolve_over(operands, axis_name, devices, options)
+    return tuple(results) if options.final else results[0]
+
+
+def _converted(arrays: dict[str, Any], dim: int) -> list[Any]:
+    """The checked arrays, in the dtypes that the operator takes."""
+    x, weight, bias, initial, cu_seqlens = arrays.values()
     batch, channels = x.shape[0], x.shape[-1 if dim == -2 else -2]
-    if weight.ndim != 2 or weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
+    if weight.shape[0] != channels or weight.shape[1] not in WIDTHS:
         raise ValueError(
             f"weight has shape {weight.shape}; it must be (channels, width), here ({channels}, {WIDTHS[0]} to {WIDTHS[-1]})"
         )
-    if (x.dtype == "float64") != (weight.dtype == "float64"):
-        raise TypeError(f"x has dtype {x.dtype}, weight {weight.dtype}; they do not mix")
-    weight = weight.astype(
-        x.dtype if weight.dtype == x.dtype else jnp.promote_types(x.dtype, "float32")
-    )
-    if bias is not None:
-        bias = jnp.asarray(bias).astype(weight.dtype)
-        if bias.shape != (channels,):
-            raise ValueError(f"bias has shape {bias.shape}; it must be ({channels},)")
-    rows = batch
-    if cu_seqlens is not None:
-        cu_seqlens = jnp.asarray(cu_seqlens)
-        checks.check_cu_seqlens(cu_seqlens)
-        if batch != 1:
-            raise ValueError(f"x has shape {x.shape}; with cu_seqlens the batch must be 1")
-        rows = cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        of_state = rows, channels, weight.shape[1] - 1
-        initial_state = jnp.asarray(initial_state).astype(x.dtype)
-        if initial_state.shape != of_state:
-            raise ValueError(
-                f"initial_state has shape {initial_state.shape}; it must be {of_state}"
-            )
-    final = checks.check_bool("return_final_state", return_final_state)
-    options = Options(dim, activation is not None, final, backend, policy.lowest())
-    results = convolve((x, weight, bias, initial_state, cu_seqlens), options)
-    return tuple(results) if return_final_state else results[0]
+    checks.check_precision(arrays, "x")
+    checks.check_precision({"weight": weight, "x": x}, "weight")
+    wide = jnp.promote_types(x.dtype, "float32")
+    weight = weight.astype(x.dtype if weight.dtype == x.dtype else wide)
+    sequences = checks.check_cu_seqlens(cu_seqlens, x.shape[dim])
+    if sequences is not None and batch != 1:
+        raise ValueError(f"x has shape {x.shape}; with cu_seqlens the batch must be 1")
+    rows = batch if sequences is None else sequences
+    of_state = rows, channels, weight.shape[1] - 1
+    checks.check_exact_shapes(arrays, {"bias": (channels,), "initial_state": of_state})
+    return [
+        x,
+        weight,
+        None if bias is None else bias.astype(weight.dtype),
+        None if initial is None else initial.astype(x.dtype),
+        cu_seqlens,
+    ]
 
 
 class _CausalConv1d(Operator):
@@ -143,6 +159,9 @@ class _CausalConv1d(Operator):
 
     def folds(self, operands: Arrays) -> bool:
         return operands[4] is None  # sequences are packed in a batch of 1
+
+    def bounds(self, groups: Sequence[Arrays], options: Options) -> tuple[int, int] | None:
+        return 4, groups[0][0].shape[options.dim]
 
     def composed(self, operands: Arrays, options: Options) -> list[Any]:
         x, weight, bias, state, cu_seqlens = operands

@@ -88,9 +88,3 @@ GATES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "rg_lru": _rg_lru,
     "hgrn": _hgrn,
 }
-
-
-def compose(first: Any, second: Any) -> Any:
-    """Of two affine maps, the first of which is applied first. A gate of 0 stops what is infinite, too."""
-    (gate, token), (later, added) = first, second
-    return gate * later, jnp.where(later == 0, added, later * token + added)

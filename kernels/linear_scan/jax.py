@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def linear_scan(
         dim: the time dimension. Nothing is copied for it: kernels read time that is contiguous, and channels that are.
         reverse: compute x[t] = gates[t] * x[t+1] + tokens[t] instead.
         cu_seqlens: (sequences + 1,), int32 or int64: where sequences that are packed along ``dim`` begin, and where the last one
-            ends: 0, …, T. Each starts from its own initial state. Empty ones are allowed. On a GPU values are not checked.
+            ends: 0, …, T. Each starts from its own initial state. Empty ones are allowed. A compiled program cannot check values on
+            a GPU: a bound counts as the greatest of 0 and those before it, up to T, and the last one as T.
         return_final_state: return ``(states, final_state)``; the final state is in float32 for narrower tokens.
         axis_name: in ``shard_map``, the axis of the mesh between whose devices time is cut, in their order. ``initial_state`` is
             the state before the first part, and the final state the one after the last part, alike on all devices.
@@ -76,12 +78,23 @@ def linear_scan(
         TypeError, ValueError: an argument is not accepted; the message says what is.
         NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
     """
-    arrays = {"gates": gates, "tokens": tokens, "initial_state": initial_state}
-    checks.check_arrays(
-        arrays | {"cu_seqlens": cu_seqlens}, {"gates": ACCEPTED, "tokens": ACCEPTED}
+    array = checks.Parameter(ACCEPTED)
+    arrays = checks.as_arrays(
+        {
+            "gates": gates,
+            "tokens": tokens,
+            "initial_state": initial_state,
+            "cu_seqlens": cu_seqlens,
+        },
+        {
+            "gates": replace(array, optional=False),
+            "tokens": replace(array, optional=False),
+            "initial_state": array,
+            "cu_seqlens": checks.CU_SEQLENS,
+        },
     )
+    gates, tokens, initial_state, cu_seqlens = arrays.values()
     checks.check_backend(backend)
-    gates, tokens = jnp.asarray(gates), jnp.asarray(tokens)
     try:
         shape = jnp.broadcast_shapes(gates.shape, tokens.shape)
     except ValueError as error:
@@ -100,21 +113,16 @@ def linear_scan(
     of_gates, of_tokens = _kernel_dtypes(str(gates.dtype), str(tokens.dtype))
     gates = gates.reshape((*(1,) * (len(shape) - gates.ndim), *gates.shape)).astype(of_gates)
     tokens = jnp.broadcast_to(tokens.astype(of_tokens), shape)
-    sequences = None
-    if cu_seqlens is not None:
-        cu_seqlens = jnp.asarray(cu_seqlens)
-        checks.check_cu_seqlens(cu_seqlens)
-        sequences = cu_seqlens.shape[0] - 1
+    sequences = checks.check_cu_seqlens(cu_seqlens, shape[options.dim])
     if initial_state is not None:
         of_state = state_shape(shape, options.dim, sequences)
-        initial_state = jnp.asarray(initial_state)
         checks.check_shape("initial_state", initial_state, of_state)
+        checks.check_precision({"tokens": tokens, "initial_state": initial_state}, "tokens")
         if jnp.iscomplexobj(initial_state) and not jnp.iscomplexobj(tokens):
             raise TypeError(f"initial_state is complex, the states are {of_tokens}")
         initial_state = jnp.broadcast_to(initial_state.astype(state_dtype_of(of_tokens)), of_state)
     if axis_name is not None:
-        if cu_seqlens is not None:
-            raise ValueError("cu_seqlens does not go with axis_name")
+        checks.check_axis(axis_name, cu_seqlens)
         from scan_registry.kernels.linear_scan.jax_sharded import scan_over
 
         results = scan_over(gates, tokens, initial_state, axis_name, options)
@@ -184,6 +192,11 @@ class _LinearScan(Operator):
     def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
         tokens = outline_of(operands[1])
         return [tokens, *([self._state(tokens, operands[3], options)] if options.final else [])]
+
+    def bounds(self, groups: Sequence[Arrays], options: Options) -> tuple[int, int] | None:
+        # Derivatives have no tokens, but states, or their cotangents.
+        like_states = (groups[0][1], *(group[0] for group in groups[1:]))
+        return 3, next(a for a in like_states if a is not None).shape[options.dim]
 
     @staticmethod
     def _state(tokens: Outline, cu_seqlens: Any, options: Options) -> Outline:

@@ -1,26 +1,17 @@
-"""``linear_scan`` for JAX of a sequence whose time is cut between the devices of a mesh axis.
-
-Each device summarises its part by two numbers a channel: the product of the gates, and the final state from a state of zero.
-All gather these, compose those of the parts before their own, and scan their part from the state that this gives. A tangent is
-such a scan, too; and a gradient, which JAX transposes from it.
-"""
+"""``linear_scan`` for JAX of a sequence whose time is cut between the devices of a mesh axis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from scan_registry.jax import packing
 from scan_registry.jax.ffi import Outline, Selection, call_on_gpu
 from scan_registry.jax.primitives import BROADCAST, FULL, Arrays, Operator, define
+from scan_registry.jax.sharded import Part, run_over
 from scan_registry.kernels.linear_scan.jax import (
     Options,
     facts_of,
-    preceding,
     scan,
     state_dtype_of,
     state_shape,
@@ -63,67 +54,20 @@ class _Summary(Operator):
         final = scan((gates, tokens, None, None), options._replace(final=True))[1]
         return [wide.prod(dim), final]
 
-    def adjoint(
-        self,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any]:
-        """Of the final state with respect to tokens, in which it is linear: a scan back from its cotangent."""
-        gates, tokens = operands
-        if tuple(wanted) != (1,):
-            return super().adjoint(operands, results, cotangents, wanted, options)
-        dim = options.dim % tokens.ndim
-        broadcast = jnp.broadcast_to(gates.astype(cotangents[1].dtype), tokens.shape)
-        later = packing.following(broadcast, None, dim, options.reverse)
-        back = options._replace(reverse=not options.reverse, final=False)
-        return scan((later, jnp.zeros_like(tokens), cotangents[1], None), back)
-
 
 _summary = define(_Summary())
-_psum: Any = lax.psum  # which has no types for mypy
 
 
-def _scan_over(
-    gates: Any, tokens: Any, initial: Any, axis_name: str, options: Options
-) -> list[Any]:
-    """States of this device's part, and if asked for the state after the last part. ``initial`` is that before the first one."""
-    states, last, *_ = _states_over(gates, tokens, initial, axis_name, options, None)
-    return [states, last] if options.final else [states]
+def scan_over(gates: Any, tokens: Any, initial: Any, axis_name: str, options: Options) -> list[Any]:
+    """The states of this device's part, and the state after the whole sequence."""
+    with_final = options._replace(final=True)
 
+    def run(operands: Arrays, state: Any) -> list[Any]:
+        return scan((*operands, state, None), with_final)
 
-def _derivatives(axis_name: str, options: Options, primals: Any, tangents: Any) -> Any:
-    gates, tokens, initial = primals
-    of_gates, of_tokens, of_initial = tangents
-    states, last, before, products = _states_over(gates, tokens, initial, axis_name, options, None)
-    earlier = preceding(states, before, None, options)
-    added = (of_tokens + of_gates * earlier).astype(tokens.dtype)
-    moved, moved_last, *_ = _states_over(gates, added, of_initial, axis_name, options, products)
-    if options.final:
-        return [states, last], [moved, moved_last]
-    return [states], [moved]
+    def summarize(operands: Arrays) -> tuple[Any, Any]:
+        product, final = _summary(operands, options)
+        return product, final
 
-
-scan_over: Any = jax.custom_jvp(_scan_over, nondiff_argnums=(3, 4))
-scan_over.defjvp(_derivatives)
-
-
-def _states_over(
-    gates: Any, tokens: Any, initial: Any, axis_name: str, options: Options, products: Any
-) -> tuple[Any, Any, Any, Any]:
-    """The states of this part, the state after the last part, the state before this part, and the products of all parts' gates,
-    unless they are known. Linear in tokens and ``initial``."""
-    alone = options._replace(final=False)
-    product, final = _summary((gates, tokens), alone)
-    if products is None:
-        products = lax.all_gather(product, axis_name)
-    finals = lax.all_gather(final, axis_name)
-    (after,) = scan((products, finals, initial, None), alone._replace(dim=-products.ndim))
-    own, end = lax.axis_index(axis_name), 0 if options.reverse else products.shape[0] - 1
-    before = packing.preceding(after, initial, None, 0, options.reverse)[own]
-    (states,) = scan((gates, tokens, before, None), alone)
-    # A sum, as JAX knows of its result that it is the same everywhere.
-    last = _psum(jnp.where(own == end, after[end], 0), axis_name)
-    return states, last, before, products
+    part = Part(run, summarize, options.reverse)
+    return run_over(part, axis_name, (gates, tokens), initial)

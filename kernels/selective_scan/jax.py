@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
-from scan_registry.jax import checks, packing
+from scan_registry.jax import checks
 from scan_registry.kernels.selective_scan.jax_operator import (
     Operands,
     Options,
@@ -19,6 +20,28 @@ from scan_registry.kernels.selective_scan.jax_operator import (
 from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
 
 ACCEPTED = (*DTYPES, "float64")
+_SEQUENCE = checks.Parameter(ACCEPTED, (3,), checks.SEQUENCES, optional=False)
+_PROJECTION = checks.Parameter(
+    *(ACCEPTED, (3, 4), "(batch, states, time), or (batch, groups, states, time)"),
+    optional=False,
+)
+_VECTOR = checks.Parameter(ACCEPTED, (1,), "(channels,)")
+PARAMETERS = {
+    "u": _SEQUENCE,
+    "delta": _SEQUENCE,
+    "A": checks.Parameter(ACCEPTED, (2,), "(channels, states)", optional=False),
+    "B": _PROJECTION,
+    "C": _PROJECTION,
+    "D": _VECTOR,
+    "z": replace(_SEQUENCE, optional=True),
+    "delta_bias": _VECTOR,
+    "initial_state": checks.Parameter(
+        ACCEPTED,
+        (3, 4),
+        "(batch, channels, states), or with cu_seqlens (batch, sequences, channels, states)",
+    ),
+    "cu_seqlens": checks.CU_SEQLENS,
+}
 
 
 def selective_scan(
@@ -37,6 +60,7 @@ def selective_scan(
     cu_seqlens: Any = None,
     return_final_state: bool = False,
     backend: Backend = "auto",
+    axis_name: str | None = None,
 ) -> Any:
     """The output of a selective scan; with ``return_final_state`` also the state after the last step.
 
@@ -59,32 +83,33 @@ def selective_scan(
         delta_softplus: whether step sizes are the softplus of ``delta + delta_bias``.
         initial_state: (batch, Dm, N), or None for zeros; with ``cu_seqlens`` (batch, sequences, Dm, N).
         dim: the time dimension of ``u``, -1 or 2, or 1 or -2.
-        cu_seqlens: (sequences + 1,), bounds of sequences that are packed along time, from 0 to L. Values are checked on the CPU alone.
+        cu_seqlens: (sequences + 1,), bounds of sequences that are packed along time, from 0 to L, as for ``linear_scan``.
         return_final_state: whether to return the state after the last step, or after each sequence, too.
-        backend: as for ``linear_scan``.
+        backend, axis_name: as for ``linear_scan``.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; the message says what is.
         NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
     """
     present = Operands(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
-    accepted = dict.fromkeys(Operands._fields[:-1], ACCEPTED)
-    checks.check_arrays(present._asdict(), accepted)
+    every = Operands(**checks.as_arrays(present._asdict(), PARAMETERS))
     checks.check_backend(backend)
-    softplus = checks.check_bool("delta_softplus", delta_softplus)
-    final = checks.check_bool("return_final_state", return_final_state)
-    every = Operands(*(None if array is None else jnp.asarray(array) for array in present))
-    if every.u.ndim != 3:
-        raise ValueError(
-            f"u has shape {every.u.shape}; it must be (batch, channels, time), or with dim=1 (batch, time, channels)"
-        )
-    if (dim := checks.check_dim(dim, 3)) == -3:
-        raise ValueError("dim is 0; accepted are -1 or 2, and 1 or -2")
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(every.cu_seqlens)
-    options = Options(dim, softplus, final, backend, policy.lowest())
-    results = scan(_converted(every, dim), options)
-    return tuple(results) if return_final_state else results[0]
+    options = Options(
+        checks.check_time(dim),
+        checks.check_bool("delta_softplus", delta_softplus),
+        checks.check_bool("return_final_state", return_final_state),
+        backend,
+        policy.lowest(),
+    )
+    operands = _converted(every, options.dim)
+    if axis_name is None:
+        results = scan(operands, options)
+    else:
+        checks.check_axis(axis_name, cu_seqlens)
+        from scan_registry.kernels.selective_scan.jax_sharded import scan_over
+
+        results = scan_over(operands, axis_name, options)
+    return tuple(results) if options.final else results[0]
 
 
 def _converted(every: Operands, dim: int) -> Operands:
@@ -96,7 +121,7 @@ def _converted(every: Operands, dim: int) -> Operands:
         raise ValueError(
             f"A has shape {every.A.shape}; it must be ({channels}, 1 to {MOST_STATES})"
         )
-    sequences = packing.sequences_of(every.cu_seqlens)
+    sequences = checks.check_cu_seqlens(every.cu_seqlens, time)
     between = () if sequences is None else (sequences,)
     expected = {
         "delta": u.shape,
@@ -105,18 +130,8 @@ def _converted(every: Operands, dim: int) -> Operands:
         "delta_bias": (channels,),
         "initial_state": (batch, *between, channels, states),
     }
-    for name, shape in expected.items():
-        array = getattr(every, name)
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
-    for name, array in every._asdict().items():
-        if (
-            name != "cu_seqlens"
-            and array is not None
-            and array.dtype == "float64"
-            and wide != "float64"
-        ):
-            raise TypeError(f"{name} has dtype float64, u {u.dtype}; they do not mix")
+    checks.check_exact_shapes(every._asdict(), expected)
+    checks.check_precision(every._asdict(), "u")
     B, C = (
         _grouped(name, getattr(every, name), batch, channels, time, states, dim) for name in "BC"
     )

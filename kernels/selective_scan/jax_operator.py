@@ -107,38 +107,31 @@ class _SelectiveScan(Operator):
     def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         return operands, (*(None for _ in results[:-1]), results[-1])
 
+    def bounds(self, groups: Sequence[Arrays], options: Options) -> tuple[int, int] | None:
+        return 9, groups[0][0].shape[options.dim]
+
     def composed(self, operands: Arrays, options: Options) -> list[Any]:
         of = Operands(*operands)
         wide = compute_dtype(of.u)
-
-        def rows(array: Any) -> Any:
-            """(batch, channels, time)"""
-            return (array if options.dim == -1 else array.swapaxes(1, 2)).astype(wide)
 
         def of_channels(array: Any) -> Any:
             """(batch, channels, states, time)"""
             array = array if options.dim == -1 else jnp.moveaxis(array, 1, 3)
             return jnp.repeat(array.astype(wide), of.A.shape[0] // array.shape[1], axis=1)
 
-        u, step = rows(of.u), rows(of.delta)
-        if of.delta_bias is not None:
-            step = step + of.delta_bias[:, None]
-        if options.softplus:
-            step = jnp.where(
-                step > _THRESHOLD, step, jax.nn.softplus(jnp.minimum(step, _THRESHOLD))
-            )
+        u, step = _rows(of.u, options.dim), step_sizes(of, options)
         gates = jnp.exp(step[:, :, None] * of.A[:, :, None])
         tokens = (step * u)[:, :, None] * of_channels(of.B)
         initial = of.initial_state
         if initial is not None and of.cu_seqlens is not None:
             initial = jnp.moveaxis(initial, 1, 3)
         maps = packing.enter(gates, tokens, initial, of.cu_seqlens, 3, False)
-        _, states = lax.associative_scan(_compose, maps, axis=3)
+        _, states = lax.associative_scan(packing.compose, maps, axis=3)
         y = (of_channels(of.C) * states).sum(2)
         if of.D is not None:
             y = y + of.D[:, None] * u
         if of.z is not None:
-            y = y * jax.nn.silu(rows(of.z))
+            y = y * jax.nn.silu(_rows(of.z, options.dim))
         results = [(y if options.dim == -1 else y.swapaxes(1, 2)).astype(of.u.dtype)]
         if options.final:
             last = packing.last(states, initial, of.cu_seqlens, 3, False)
@@ -215,9 +208,19 @@ _GRADIENTS = (
 )
 
 
-def _compose(first: Any, second: Any) -> Any:
-    """Of two affine maps, the first of which is applied first."""
-    return first[0] * second[0], second[0] * first[1] + second[1]
+def _rows(array: Any, dim: int) -> Any:
+    """(batch, channels, time), in the dtype of the computation."""
+    return (array if dim == -1 else array.swapaxes(1, 2)).astype(compute_dtype(array))
+
+
+def step_sizes(of: Operands, options: Options) -> Any:
+    """δ (batch, channels, time)."""
+    step = _rows(of.delta, options.dim)
+    if of.delta_bias is not None:
+        step = step + of.delta_bias[:, None]
+    if options.softplus:
+        step = jnp.where(step > _THRESHOLD, step, jax.nn.softplus(jnp.minimum(step, _THRESHOLD)))
+    return step
 
 
 def _has_kernels(of: Operands, options: Options) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
-
-import jax.numpy as jnp
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
@@ -13,6 +12,20 @@ from scan_registry.kernels.ssd_scan.jax_operator import Operands, Options, compu
 from scan_registry.kernels.ssd_scan.problem import DTYPES
 
 ACCEPTED = (*DTYPES, "float64")
+_SEQUENCE = checks.Parameter(ACCEPTED, (4,), "(batch, time, heads, P)", optional=False)
+_PROJECTION = checks.Parameter(ACCEPTED, (4,), "(batch, time, groups, N)", optional=False)
+_VECTOR = checks.Parameter(ACCEPTED, (1,), "(heads,)")
+PARAMETERS = {
+    "x": _SEQUENCE,
+    "dt": checks.Parameter(ACCEPTED, (3,), "(batch, time, heads)", optional=False),
+    "A": replace(_VECTOR, optional=False),
+    "B": _PROJECTION,
+    "C": _PROJECTION,
+    "D": checks.Parameter(ACCEPTED, (1, 2), "(heads,) or (heads, P)"),
+    "z": replace(_SEQUENCE, optional=True),
+    "dt_bias": _VECTOR,
+    "initial_state": checks.Parameter(ACCEPTED, (4,), "(batch, heads, P, N)"),
+}
 
 
 def ssd_scan(
@@ -30,6 +43,7 @@ def ssd_scan(
     *,
     return_final_state: bool = False,
     backend: Backend = "auto",
+    axis_name: str | None = None,
 ) -> Any:
     """The state space dual scan of Mamba-2::
 
@@ -53,37 +67,36 @@ def ssd_scan(
         dt_limit: the least and the greatest δ.
         initial_state: (batch, heads, P, N). Zeros by default.
         return_final_state: whether to return the final state, too, in float32 for narrower ``x``.
-        backend: as for ``linear_scan``.
+        backend, axis_name: as for ``linear_scan``.
 
     Raises:
         TypeError, ValueError: an argument is not accepted; the message says what is.
         NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
     """
     raw = Operands(x, dt, A, B, C, D, z, dt_bias, initial_state)
-    checks.check_arrays(raw._asdict(), dict.fromkeys(Operands._fields, ACCEPTED))
+    every = Operands(**checks.as_arrays(raw._asdict(), PARAMETERS))
     checks.check_backend(backend)
-    low, high = (float(limit) for limit in dt_limit)
-    if not low <= high:
-        raise ValueError(f"dt_limit is {dt_limit}; the first must not exceed the second")
     options = Options(
         checks.check_bool("dt_softplus", dt_softplus),
-        (low, high),
+        checks.check_limits("dt_limit", dt_limit),
         checks.check_bool("return_final_state", return_final_state),
         backend,
         policy.lowest(),
     )
-    every = Operands(*(None if array is None else jnp.asarray(array) for array in raw))
-    results = scan(_converted(every), options)
-    return tuple(results) if return_final_state else results[0]
+    operands = _converted(every)
+    if axis_name is None:
+        results = scan(operands, options)
+    else:
+        checks.check_axis(axis_name, None)
+        from scan_registry.kernels.ssd_scan.jax_sharded import scan_over
+
+        results = scan_over(operands, axis_name, options)
+    return tuple(results) if options.final else results[0]
 
 
 def _converted(every: Operands) -> Operands:
     """The checked arrays, in the dtypes that the operator takes."""
     x = every.x
-    if x.ndim != 4 or every.B.ndim != 4:
-        raise ValueError(
-            f"x has shape {x.shape}, B {every.B.shape}; they must be (batch, time, heads, P) and (batch, time, groups, N)"
-        )
     batch, time, heads, size = x.shape
     groups, states = every.B.shape[2:]
     if groups == 0 or heads % groups:
@@ -98,14 +111,9 @@ def _converted(every: Operands) -> Operands:
         "dt_bias": (heads,),
         "initial_state": (batch, heads, size, states),
     }
-    for name, shape in expected.items():
-        array = getattr(every, name)
-        if array is not None and array.shape != shape:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {shape}")
+    checks.check_exact_shapes(every._asdict(), expected)
+    checks.check_precision(every._asdict(), "x")
     wide = compute_dtype(x)
-    for name, array in every._asdict().items():
-        if array is not None and array.dtype == "float64" and wide != "float64":
-            raise TypeError(f"{name} has dtype float64, x {x.dtype}; they do not mix")
 
     def to(array: Any, dtype: Any) -> Any:
         return None if array is None else array.astype(dtype)

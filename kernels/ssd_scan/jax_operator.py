@@ -12,6 +12,7 @@ from jax import lax
 from scan_registry.base.strides import dense_strides
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
+from scan_registry.jax import packing
 from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, gpu, in_order, outline_of
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
 from scan_registry.kernels.ssd_scan.op import calls
@@ -227,15 +228,19 @@ def _launch_backward(
 # --- In JAX's operators -----------------------------------------------------------------------
 
 
-def _chunked(of: Operands, options: Options) -> tuple[Any, Any]:
-    """s·C of all steps, and the final state. Within chunks by products of matrices; states are handed on from chunk to chunk."""
-    wide = compute_dtype(of.x)
-    step = of.dt.astype(wide)
+def step_sizes(of: Operands, options: Options) -> Any:
+    """δ (batch, time, heads)."""
+    step = of.dt.astype(compute_dtype(of.x))
     if of.dt_bias is not None:
         step = step + of.dt_bias
     if options.softplus:
         step = jnp.where(step > _THRESHOLD, step, jax.nn.softplus(jnp.minimum(step, _THRESHOLD)))
-    step = jnp.clip(step, *options.limits)
+    return jnp.clip(step, *options.limits)
+
+
+def _chunked(of: Operands, options: Options) -> tuple[Any, Any]:
+    """s·C of all steps, and the final state. Within chunks by products of matrices; states are handed on from chunk to chunk."""
+    wide, step = compute_dtype(of.x), step_sizes(of, options)
     batch, time, heads, size = of.x.shape
     count = -(-time // CHUNK)
 
@@ -264,15 +269,10 @@ def _chunked(of: Operands, options: Options) -> tuple[Any, Any]:
     if count == 0:
         return y.reshape(batch, 0, heads, size), first
     added = added.at[:, 0].add(gates[:, 0] * first)
-    _, after = lax.associative_scan(_compose, (gates, added), axis=1)
+    _, after = lax.associative_scan(packing.compose, (gates, added), axis=1)
     entering = jnp.concatenate([first[:, None], after[:, :-1]], axis=1)
     y = y + jnp.einsum("bkihn,bkhpn->bkihp", C * jnp.exp(logs)[..., None], entering)
     return y.reshape(batch, count * CHUNK, heads, size)[:, :time], after[:, -1]
-
-
-def _compose(first: Any, second: Any) -> Any:
-    """Of two affine maps, the first of which is applied first."""
-    return first[0] * second[0], second[0] * first[1] + second[1]
 
 
 scan = define(_SSDScan())

@@ -16,6 +16,20 @@ def sequences_of(cu_seqlens: Any) -> int | None:
     return None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def compose(first: Any, second: Any) -> Any:
+    """Of two affine maps (gate, token), the first of which is applied first. A gate of 0 stops what is infinite, too."""
+    (gate, token), (later, added) = first, second
+    return gate * later, jnp.where(later == 0, added, later * token + added)
+
+
+def confined(cu_seqlens: Any, time: int) -> Any:
+    """Bounds that rise from 0 to ``time``, and are what they were if they did so before. Values that a compiled program gets are
+    not known before it runs, and may be anything: the first bound then counts as 0, the last one as ``time``, and each as
+    the greatest of 0 and those before it, up to ``time``."""
+    inside = jnp.clip(cu_seqlens, 0, time).at[0].set(0).at[-1].set(time)
+    return lax.cummax(inside)
+
+
 def _ends(cu_seqlens: Any, time: int) -> tuple[Any, Any]:
     """Where sequences begin and where they end."""
     if cu_seqlens is None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad, batching, mlir
 
+from scan_registry.jax import packing
 from scan_registry.jax.ffi import PLATFORMS, Outline, outline_of
 
 #: Arrays, or None in the place of one that is missing.
@@ -55,6 +56,8 @@ class Operator(Protocol):
               Results are None where an operator that is linear in those operands is transposed
     run_adjoint  the same by the backward kernels, as ``run``
     roles, result_roles  how operands and results take a further dimension of ``vmap``
+    bounds    the place of ``cu_seqlens`` among the operands, and how many steps time has; None if there is no such operand.
+              From the operands, and for derivatives also from the saved results, and the tangents or cotangents
     """
 
     name: str
@@ -64,6 +67,9 @@ class Operator(Protocol):
     def shapes(self, operands: Arrays, options: Any) -> list[Outline]: ...
     def run(self, platform: str, operands: Arrays, options: Any) -> list[Any] | None: ...
     def composed(self, operands: Arrays, options: Any) -> list[Any]: ...
+
+    def bounds(self, groups: Sequence[Arrays], options: Any) -> tuple[int, int] | None:
+        return None
 
     def saved(self, operands: Arrays, results: Arrays) -> tuple[Arrays, Arrays]:
         return operands, results
@@ -122,25 +128,37 @@ def _with(operands: Arrays, places: Sequence[int], values: Sequence[Any]) -> Arr
 
 def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
     """A function of operands and options that calls the operator."""
+
+    def run_adjoint(platform: str, groups: Any, of: Derivative) -> list[Any] | None:
+        operands = _defined(operator, groups, of.options, platform)
+        return operator.run_adjoint(
+            platform, operands, groups[1], groups[2], of.wanted or (), of.options
+        )
+
+    def run(platform: str, groups: Any, options: Any) -> list[Any] | None:
+        return operator.run(platform, _defined(operator, groups, options, platform), options)
+
     adjoint = _Primitive(
         f"{operator.name}_adjoint",
         lambda groups, options: list(options.outlines),
-        lambda platform, groups, of: operator.run_adjoint(
-            platform, groups[0], groups[1], groups[2], of.wanted, of.options
+        run_adjoint,
+        lambda groups, of: operator.adjoint(
+            _defined(operator, groups, of.options), groups[1], groups[2], of.wanted, of.options
         ),
-        lambda groups, of: operator.adjoint(groups[0], groups[1], groups[2], of.wanted, of.options),
     )
     tangent = _Primitive(
         f"{operator.name}_tangent",
         lambda groups, of: list(of.outlines),
         lambda platform, groups, of: None,
-        lambda groups, of: operator.tangent(groups[0], groups[1], groups[2], of.options),
+        lambda groups, of: operator.tangent(
+            _defined(operator, groups, of.options), groups[1], groups[2], of.options
+        ),
     )
     forward = _Primitive(
         operator.name,
         lambda groups, options: operator.shapes(groups[0], options),
-        lambda platform, groups, options: operator.run(platform, groups[0], options),
-        lambda groups, options: operator.composed(groups[0], options),
+        run,
+        lambda groups, options: operator.composed(_defined(operator, groups, options), options),
     )
     ad.primitive_jvps[forward.primitive] = partial(_forward_jvp, operator, forward, tangent)
     ad.primitive_transposes[tangent.primitive] = partial(_transpose, adjoint)
@@ -150,6 +168,18 @@ def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
     for one in (tangent, adjoint):
         ad.primitive_jvps[one.primitive] = partial(_composed_jvp, one)
     return lambda operands, options: forward((operands,), options)
+
+
+def _defined(
+    operator: Operator, groups: Sequence[Arrays], options: Any, platform: str | None = None
+) -> Arrays:
+    """The operands, with ``cu_seqlens`` that no kernel or operator takes for places outside an array. The C code for CPUs gets
+    them as they are, and refuses those."""
+    operands, bounds = groups[0], operator.bounds(groups, options)
+    if platform == "cpu" or bounds is None or operands[bounds[0]] is None:
+        return operands
+    place, steps = bounds
+    return _with(operands, [place], [packing.confined(operands[place], steps)])
 
 
 class _Primitive:

@@ -296,7 +296,9 @@ def test_no_module_needs_numpy(name: str) -> None:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         return {node.attr for node in nodes if isinstance(node, ast.Attribute)} & OF_NUMPY
 
-    assert {module: result for module, path in MODULES.items() if (result := used(path))} == {}
+    users = {module: result for module, path in MODULES.items() if (result := used(path))}
+    # JAX itself depends on NumPy, whose arrays and numbers its functions take.
+    assert users == ({"jax.checks": {"numpy"}} if name == "import" else {})
 
 
 def test_no_module_is_long() -> None:

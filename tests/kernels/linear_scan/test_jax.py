@@ -222,12 +222,3 @@ def test_nothing_to_scan() -> None:
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         linear_scan(**{"gates": jnp.ones(SHAPE), "tokens": jnp.ones(SHAPE), **change})
-
-
-def test_bounds_that_do_not_rise() -> None:
-    """The C code reads them, and XLA raises its words."""
-    refused = (ValueError, jax.errors.JaxRuntimeError)  # outside of and in a compiled program
-    with pytest.raises(refused, match="offsets do not rise from 0 to time, 7"):
-        jax.block_until_ready(
-            linear_scan(jnp.ones(SHAPE), jnp.ones(SHAPE), cu_seqlens=jnp.array([0, 9, 7]))
-        )

@@ -1,0 +1,209 @@
+"""Arguments that are no good: every function of ``scan_registry.jax`` refuses them by name before it runs anything."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jaxing import drawn, errors, jax
+
+import scan_registry.jax as ours
+from scan_registry.jax import primitives
+from scan_registry.kernels.gated_scan.kinds import KINDS
+
+jnp = jax.numpy
+B, D, T, N = 2, 4, 6, 3
+
+
+def numbers(*shape: int) -> Any:
+    return drawn(*shape, scale=0.5, dtype="float32")
+
+
+SEQUENCE = numbers(B, D, T)
+BOUNDS, RESET = jnp.array([0, 2, 6]), jnp.zeros((B, T), bool)
+OF_GATED = {"initial_state": numbers(B, D), "reset": RESET, "cu_seqlens": None}
+#: A good call of each function: all of its arrays by their names, those that are optional too.
+CALLS: dict[str, dict[str, Any]] = {
+    "linear_scan": {
+        "gates": SEQUENCE,
+        "tokens": SEQUENCE,
+        "initial_state": numbers(B, D),
+        "cu_seqlens": None,
+    },
+    "min_gru": {"gate": SEQUENCE, "hidden": SEQUENCE, **OF_GATED},
+    "min_lstm": {"forget": SEQUENCE, "input": SEQUENCE, "hidden": SEQUENCE, **OF_GATED},
+    "rg_lru": {
+        "x": SEQUENCE,
+        "recurrence_gate": SEQUENCE,
+        "input_gate": SEQUENCE,
+        "a_param": numbers(D),
+        **OF_GATED,
+    },
+    "hgrn": {"x": SEQUENCE, "forget": SEQUENCE, "lower_bound": jnp.full(D, 0.5), **OF_GATED},
+    "selective_scan": {
+        "u": SEQUENCE,
+        "delta": SEQUENCE,
+        "A": -jnp.ones((D, N), "float32"),
+        "B": numbers(B, N, T),
+        "C": numbers(B, N, T),
+        "D": numbers(D),
+        "z": SEQUENCE,
+        "delta_bias": numbers(D),
+        "initial_state": numbers(B, D, N),
+        "cu_seqlens": None,
+    },
+    "ssd_scan": {
+        "x": numbers(B, T, D, 2),
+        "dt": numbers(B, T, D),
+        "A": -jnp.ones(D, "float32"),
+        "B": numbers(B, T, 2, N),
+        "C": numbers(B, T, 2, N),
+        "D": numbers(D),
+        "z": numbers(B, T, D, 2),
+        "dt_bias": numbers(D),
+        "initial_state": numbers(B, D, 2, N),
+    },
+    "causal_conv1d": {
+        "x": SEQUENCE,
+        "weight": numbers(D, N),
+        "bias": numbers(D),
+        "initial_state": numbers(B, D, N - 1),
+        "cu_seqlens": None,
+    },
+}
+CALLS["hgrn"]["lower_bound"] = CALLS["hgrn"]["lower_bound"].astype("float32")
+#: The arrays that may be None.
+OPTIONAL = {
+    *("initial_state", "reset", "cu_seqlens", "lower_bound", "bias"),
+    *("D", "z", "delta_bias", "dt_bias"),
+}
+#: Values that other arguments refuse.
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "dim": (None, 1.0, True, "time", 7, np.float32(1), [1], jnp.ones(2)),
+    "reverse": (None, 1, "yes", jnp.array(True), [True]),
+    "return_final_state": (None, 1, "yes", [True]),
+    "delta_softplus": (None, 1, "yes", [True]),
+    "dt_softplus": (None, 1, "yes", [True]),
+    "backend": (None, 3, "gpu", ["auto"]),
+    "axis_name": (3, "time", ["time"], b"time"),
+    "activation": (3, "relu", ["silu"], jnp.ones(2)),
+    "dt_limit": (None, 1.0, (0,), (1.0, 0.5), (0.0, None), "01", (0.0, float("nan")), (0, 1, 2)),
+    "kind": (None, 3, "lstm", ["hgrn"]),
+}
+
+
+def bad_arrays(name: str, good: Any) -> Iterator[Any]:
+    """What no array argument accepts; ``good`` is one that it does."""
+    yield from ([1.0], "array", object(), 0.5 if name != "lower_bound" else 1.5)
+    yield jax.ShapeDtypeStruct((B, D, T), "float32")
+    yield np.array([None, None])
+    yield torch.ones(*(SEQUENCE if good is None else good).shape)
+    if name not in ("gates", "tokens"):  # which broadcast to one shape of any number of dimensions
+        yield np.ones((1,) * 7, "float32" if good is None else good.dtype)
+    if name != "initial_state":  # of linear_scan and gated_scan, which broadcasts
+        yield jnp.ones(() if name not in ("gates", "tokens") else (2, 3, 7, 5), "float32")
+    yield jnp.ones(BOUNDS.shape if good is None else good.shape, "uint8")
+    if name not in OPTIONAL:
+        yield None
+    if good is not None and good.dtype == "float32" and name not in FIRST:
+        yield good.astype("float64")  # is not narrowed
+
+
+#: The arrays whose dtype is that of the results.
+FIRST = ("tokens", "gate", "x", "u")
+
+
+def every_bad_argument() -> Iterator[tuple[str, str, Any]]:
+    for name, arrays in CALLS.items():
+        for argument, good in arrays.items():
+            yield from ((name, argument, bad) for bad in bad_arrays(argument, good))
+        for argument in parameters(name) - arrays.keys():
+            yield from ((name, argument, bad) for bad in OTHERS[argument])
+
+
+def parameters(name: str) -> set[str]:
+    """The names of a function's arguments, and of those that it hands on to ``gated_scan``."""
+    own = inspect.signature(getattr(ours, name)).parameters
+    names = {n for n, p in own.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    if any(p.kind == p.VAR_KEYWORD for p in own.values()):
+        names |= parameters("gated_scan") - {"kind"}
+    return names
+
+
+@pytest.fixture
+def runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the operator runs")
+
+    monkeypatch.setattr(primitives._Primitive, "__call__", refuse)
+
+
+def refused(function: Callable[[], Any], argument: str) -> None:
+    """By an error that names the argument, what it was and what is accepted."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        function()
+    message = str(caught.value)
+    assert argument in message.replace(";", " ").split() or f"of {argument} " in message, message
+    accepts = ("accepted are", "must", "do not mix", "does not mix", "accept ")
+    assert any(words in message for words in accepts), message
+
+
+@pytest.mark.usefixtures("runs_nothing")
+@pytest.mark.parametrize("name", CALLS)
+def test_every_bad_argument_is_refused(name: str) -> None:
+    function = getattr(ours, name)
+    count = 0
+    for _, argument, bad in filter(lambda case: case[0] == name, every_bad_argument()):
+        arguments = CALLS[name] | {argument: bad}
+        refused(lambda f=function, a=arguments: f(**a), argument)  # type: ignore[misc]
+        count += 1
+    assert count > 50
+
+
+def test_every_function_has_a_call() -> None:
+    assert CALLS.keys() | {"gated_scan"} == set(ours.__all__)
+    for name, arrays in CALLS.items():
+        assert arrays.keys() <= parameters(name)
+    assert parameters("gated_scan") <= OTHERS.keys() | OF_GATED.keys()
+
+
+@pytest.mark.usefixtures("runs_nothing")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_input_of_every_kind(kind: str) -> None:
+    of = KINDS[kind]
+    arrays = dict.fromkeys(of.inputs, SEQUENCE) | dict.fromkeys(of.parameters, numbers(D))
+    for i, (argument, good) in enumerate(arrays.items()):
+        for bad in (None, 0.5, [1.0], torch.ones(*good.shape), jnp.ones(()), good.astype("int32")):
+            inputs = [bad if n == i else x for n, x in enumerate(arrays.values())]
+            refused(lambda x=inputs: ours.gated_scan(kind, *x), argument)  # type: ignore[misc]
+    for bad in OTHERS["kind"]:
+        refused(lambda b=bad: ours.gated_scan(b, *arrays.values()), "kind")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_and_numbers_of_numpy(name: str) -> None:
+    """Give what arrays of JAX and numbers of Python give; so does what has ``__jax_array__``."""
+
+    class Variable:
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+        def __jax_array__(self) -> Any:
+            return self.value
+
+    function, options = getattr(ours, name), {}
+    if "dim" in parameters(name):
+        options = {"dim": np.int64(-1)}
+    if name == "hgrn":
+        options |= {"lower_bound": np.float32(0.5)}
+    arrays = CALLS[name]
+    expected = function(**arrays, return_final_state=True)
+    for of in (np.asarray, Variable):
+        others = {n: None if x is None else of(x) for n, x in arrays.items()}
+        results = function(**(others | options), return_final_state=np.bool_(True))
+        assert max(errors(results, expected)) == 0
+        assert [r.dtype for r in results] == [e.dtype for e in expected]

@@ -1,0 +1,182 @@
+"""Sequences whose time is cut between four devices, against one device: every function of ``scan_registry.jax``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from jaxing import drawn, errors, jax
+
+import scan_registry.jax as ours
+from scan_registry.kernels.gated_scan.kinds import KINDS
+
+jnp = jax.numpy
+P = jax.sharding.PartitionSpec
+BATCH, TIME, CHANNELS = 2, 16, 4
+
+
+def last(*shape: int, seed: int) -> Any:
+    """A sequence with time last, and how it is cut."""
+    return drawn(BATCH, *shape, TIME, seed=seed), P(*(None,) * (1 + len(shape)), "t")
+
+
+def second(*shape: int, seed: int) -> Any:
+    """A sequence whose second dimension is time, and how it is cut."""
+    return drawn(BATCH, TIME, *shape, seed=seed), P(None, "t")
+
+
+def shared(*shape: int, seed: int, scale: float = 1.0) -> Any:
+    """What all devices have."""
+    return drawn(*shape, seed=seed, scale=scale), P()
+
+
+def gated(kind: str, dim: int, reverse: bool) -> Any:
+    of, sequence = KINDS[kind], second if dim == 1 else last
+    inputs = [sequence(CHANNELS, seed=i) for i in range(len(of.inputs))]
+    parameters = [(jax.nn.sigmoid(drawn(CHANNELS, seed=8)), P()) for _ in of.parameters]
+    reset = drawn(BATCH, TIME, seed=3) > 1
+
+    def function(*arrays: Any, **options: Any) -> Any:
+        *inputs, initial, resets = arrays
+        options |= {"initial_state": initial, "reset": resets, "dim": dim, "reverse": reverse}
+        return ours.gated_scan(kind, *inputs, **options)
+
+    arrays = [*inputs, *parameters, shared(BATCH, CHANNELS, seed=9), (reset, P(None, "t"))]
+    return function, arrays
+
+
+def selective(dim: int, groups: int) -> Any:
+    sequence = second if dim == 1 else last
+    arrays = [
+        *(sequence(CHANNELS, seed=0), sequence(CHANNELS, seed=1)),
+        (-jnp.exp(drawn(CHANNELS, 3, seed=2, scale=0.5)), P()),
+        *(sequence(*([groups] if groups else []), 3, seed=i) for i in (3, 4)),
+        *(shared(CHANNELS, seed=5), sequence(CHANNELS, seed=6), shared(CHANNELS, seed=7)),
+        shared(BATCH, CHANNELS, 3, seed=8),
+    ]
+
+    def function(*arrays: Any, **options: Any) -> Any:
+        return ours.selective_scan(*arrays[:8], True, arrays[8], dim=dim, **options)
+
+    return function, arrays
+
+
+def ssd(gated: bool) -> Any:
+    arrays = [
+        *(second(4, 3, seed=0), second(4, seed=1)),
+        (-jnp.exp(drawn(4, seed=2, scale=0.5)), P()),
+        *(second(2, 5, seed=3), second(2, 5, seed=4)),
+        shared(4, seed=5),
+        *([second(4, 3, seed=6)] if gated else []),
+        *(shared(4, seed=7), shared(BATCH, 4, 3, 5, seed=8)),
+    ]
+
+    def function(*arrays: Any, **options: Any) -> Any:
+        *first, bias, initial = arrays
+        z = first.pop() if gated else None
+        return ours.ssd_scan(*first, z, bias, True, (0.1, 2.0), initial, **options)
+
+    return function, arrays
+
+
+def convolution(dim: int) -> Any:
+    sequence = second if dim == 1 else last
+    arrays = [
+        *(sequence(CHANNELS, seed=0), shared(CHANNELS, 4, seed=1), shared(CHANNELS, seed=2)),
+        shared(BATCH, CHANNELS, 3, seed=3),
+    ]
+
+    def function(*arrays: Any, **options: Any) -> Any:
+        *first, state = arrays
+        options |= {"initial_state": state, "dim": dim, "activation": "silu"}
+        return ours.causal_conv1d(*first, **options)
+
+    return function, arrays
+
+
+CASES = {
+    "min_gru": lambda: gated("min_gru", 1, False),
+    "min_lstm, reverse": lambda: gated("min_lstm_identity", -1, True),
+    "rg_lru": lambda: gated("rg_lru", 1, False),
+    "hgrn, reverse": lambda: gated("hgrn", 1, True),
+    "linear with resets": lambda: gated("linear", -1, False),
+    "selective_scan": lambda: selective(-1, 2),
+    "selective_scan, channels last": lambda: selective(1, 0),
+    "ssd_scan": lambda: ssd(True),
+    "ssd_scan without z": lambda: ssd(False),
+    "causal_conv1d": lambda: convolution(-1),
+    "causal_conv1d, channels last": lambda: convolution(1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "checked"), [("float64", False), ("float32", True)])
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_derivatives(name: str, dtype: str, checked: bool) -> None:
+    """The output, the final state, which all devices have, and the derivatives of both. float32 runs the C code, if there is any."""
+    function, pairs = CASES[name]()
+    arrays = [x if x.dtype == bool else x.astype(dtype) for x, _ in pairs]
+    cuts = [cut for _, cut in pairs]
+    places = tuple(i for i, x in enumerate(arrays) if x.dtype != bool)
+    along = cuts[0]
+    cut = jax.shard_map(
+        partial(function, return_final_state=True, axis_name="t"),
+        mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
+        in_specs=tuple(cuts),
+        out_specs=(along, P()),
+        check_vma=checked,
+    )
+    whole = partial(function, return_final_state=True)
+
+    def derivatives(scan: Any) -> Any:
+        def of_places(*values: Any) -> Any:
+            every = list(arrays)
+            for place, value in zip(places, values, strict=True):
+                every[place] = value
+            return scan(*every)
+
+        def loss(*values: Any) -> Any:
+            states, final = of_places(*values)
+            return (states**3).sum() + (final**2).sum()
+
+        own = [arrays[i] for i in places]
+        gradient = jax.grad(loss, tuple(range(len(own))))
+        return jax.jit(lambda *o: (jax.jvp(of_places, o, o), gradient(*o)))(*own)
+
+    tolerance = 1e-11 if dtype == "float64" else 2e-4
+    assert max(errors(derivatives(cut), derivatives(whole))) < tolerance
+
+
+def test_second_derivatives() -> None:
+    """Of a scan whose gates JAX differentiates, too."""
+    gates, tokens = jax.nn.sigmoid(drawn(1, 1, 4)), drawn(1, 1, 4, seed=1)
+    cut = jax.shard_map(
+        partial(ours.gated_scan, "min_gru", axis_name="t"),
+        mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
+        in_specs=P(None, None, "t"),
+        out_specs=P(None, None, "t"),
+    )
+
+    def hessian(scan: Any) -> Any:
+        return jax.jit(jax.hessian(lambda *o: (scan(*o) ** 3).sum(), (0, 1)))(gates, tokens)
+
+    assert max(errors(hessian(cut), hessian(partial(ours.gated_scan, "min_gru")))) < 1e-11
+
+
+def test_what_is_refused() -> None:
+    x, weight = jnp.ones((1, 2, 8)), jnp.ones((2, 4))
+    with pytest.raises(TypeError, match="axis_name must be a str, not int"):
+        ours.causal_conv1d(x, weight, axis_name=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="axis_name is 't'; it must be an axis of the mesh"):
+        ours.causal_conv1d(x, weight, axis_name="t")
+    with pytest.raises(ValueError, match="cu_seqlens does not go with axis_name"):
+        ours.min_gru(x, x, cu_seqlens=jnp.array([0, 8]), axis_name="t")
+    cut = jax.shard_map(
+        partial(ours.causal_conv1d, axis_name="t"),
+        mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
+        in_specs=(P(None, None, "t"), P()),
+        out_specs=P(None, None, "t"),
+    )
+    with pytest.raises(ValueError, match="x has 2 steps on each device"):
+        cut(x, weight)
