@@ -207,3 +207,56 @@ def test_arrays_and_numbers_of_numpy(name: str) -> None:
         results = function(**(others | options), return_final_state=np.bool_(True))
         assert max(errors(results, expected)) == 0
         assert [r.dtype for r in results] == [e.dtype for e in expected]
+
+
+# --- cu_seqlens -------------------------------------------------------------------------------
+
+BAD_BOUNDS = ([0, 9, 6], [0, 4, 2, 6], [0, 3], [1, 6], [0, 3, 7], [-2, 3, 6], [9, 1, -5])
+#: What these count as where their values are not known: never outside of time, and every step in one sequence.
+CONFINED = ([0, 6, 6], [0, 4, 4, 6], [0, 6], [0, 6], [0, 3, 6], [0, 3, 6], [0, 1, 6])
+
+
+def packed(name: str, bounds: Any, scale: Any = 1.0, **options: Any) -> Any:
+    """A call with sequences packed along time, in a batch of 1, and all arrays times ``scale``."""
+    sequences = bounds.shape[0] - 1
+    of_state = {
+        "selective_scan": (1, sequences, D, N),
+        "causal_conv1d": (sequences, D, N - 1),
+    }.get(name, (1, D, sequences))
+    arrays = {n: x for n, x in CALLS[name].items() if n not in ("cu_seqlens", "reset")}
+    arrays = {n: x[:1] if x.ndim == 3 else x for n, x in arrays.items()}
+    arrays["initial_state"] = numbers(*of_state)
+    arrays = {n: (x * scale).astype("float32") for n, x in arrays.items()}
+    return getattr(ours, name)(**arrays, cu_seqlens=bounds, return_final_state=True, **options)
+
+
+PACKED = [name for name in CALLS if "cu_seqlens" in CALLS[name]]
+
+
+@pytest.mark.usefixtures("runs_nothing")
+@pytest.mark.parametrize("name", PACKED)
+def test_bounds_that_do_not_fit(name: str) -> None:
+    for bounds in BAD_BOUNDS:
+        for of in (jnp.array, np.array):
+            with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; it must begin with 0"):
+                packed(name, of(bounds))
+
+
+@pytest.mark.parametrize("name", ["linear_scan", "rg_lru", "selective_scan", "causal_conv1d"])
+def test_bounds_that_a_program_gets(name: str) -> None:
+    """Their values are not known when it is compiled. JAX's operators take them as ``CONFINED`` says, in derivatives, too; the C
+    code refuses them."""
+
+    def derivatives(bounds: Any) -> Any:
+        def scan(scale: Any) -> Any:
+            return packed(name, bounds, scale, backend="reference")
+
+        results, pull = jax.vjp(scan, 0.9)
+        return jax.jvp(scan, (0.9,), (1.0,)), pull(jax.tree.map(jnp.ones_like, results))
+
+    compiled = jax.jit(derivatives)
+    for bounds, confined in zip(BAD_BOUNDS, CONFINED, strict=True):
+        results = compiled(jnp.array(bounds))
+        assert max(errors(results, compiled(jnp.array(confined)))) == 0
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="do not rise from 0"):
+        jax.block_until_ready(jax.jit(lambda b: packed(name, b))(jnp.array([0, 9, 6])))
