@@ -239,3 +239,18 @@ def test_it_works_beside_the_wheel_and_in_transformers(
     assert models["compiled"] < 1e-5
     assert "does not support backward" in models["training"]
     assert models.get("selftest", 0) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wheel", ["alone", "beside"])
+def test_it_works_with_jax(repository: Path, tmp_path: Path, wheel: str) -> None:
+    """Without the wheel, and beside it in one process: each copy has handlers of its own in XLA, and the same results."""
+    pytest.importorskip("jax")
+    answer = run(hub_programs.JAX, repository, wheel, cwd=tmp_path)
+    names = [answer["name"], *(["scan_registry"] if wheel == "beside" else [])]
+    assert answer["of"] == answer["name"]
+    assert answer["modules"] == sorted(names)
+    assert answer["targets"] == names
+    assert all(answer["same"])
+    assert answer["spread"] < 1e-3
+    assert max(answer["error"]) < 1e-4

@@ -165,3 +165,75 @@ print(json.dumps({
     "models": answers,
 }))
 """
+
+#: Through JAX. The arguments are a repository, and whether the wheel is there, too.
+JAX = """
+import importlib, json, sys
+from pathlib import Path
+
+repository, beside = Path(sys.argv[1]), sys.argv[2] == "beside"
+
+
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "scan_registry":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+if not beside:
+    sys.meta_path.insert(0, Hide())
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+
+kernel = kernels.get_local_kernel(repository)
+packages = [kernel]
+if beside:
+    import scan_registry
+
+    packages = [kernel, scan_registry, kernel]
+keys = jax.random.split(jax.random.key(0), 4)
+u, delta, gates = (jax.random.uniform(key, (2, 4, 50)) for key in keys[:3])
+A, B = -jnp.ones((4, 3)), jax.random.normal(keys[3], (2, 3, 50))
+CALLS = {
+    "linear_scan": lambda f, u: f(gates, u),
+    "rg_lru": lambda f, u: f(u, delta, gates, jnp.ones(4)),
+    "selective_scan": lambda f, u: f(u, delta, A, B, B),
+    "ssd_scan": lambda f, u: f(u.swapaxes(1, 2)[..., None], delta.swapaxes(1, 2), A[:, 0], B.swapaxes(1, 2)[:, :, None], B.swapaxes(1, 2)[:, :, None]),
+    "causal_conv1d": lambda f, u: f(u, jnp.ones((4, 3))),
+}
+
+
+def results(package, compiled):
+    wrap = jax.jit if compiled else lambda f: f
+    answers = []
+    for name, call in CALLS.items():
+        function = getattr(package.jax, name)
+        loss = wrap(jax.value_and_grad(lambda u: (call(function, u) ** 2).sum()))
+        answers += loss(u)
+    return [np.asarray(x).tolist() for x in answers]
+
+
+every = [results(package, compiled) for compiled in (False, True) for package in packages]
+
+
+def step(state, inputs):
+    state = inputs[0] * state + inputs[1]
+    return state, state
+
+
+along = [jnp.moveaxis(x, 2, 0) for x in (gates, u)]
+loss = jax.value_and_grad(lambda u: (jax.lax.scan(step, jnp.zeros((2, 4)), (along[0], u))[1] ** 2).sum())
+value, grad = loss(along[1])
+ours = [np.asarray(x) for x in every[0][:2]]
+print(json.dumps({
+    "name": kernel.__name__,
+    "modules": sorted({n.partition(".")[0] for n in sys.modules if n.startswith("scan_registry")}),
+    "of": kernel.jax.linear_scan.__module__.partition(".")[0],
+    "targets": [importlib.import_module(f"{p.__name__}.jax.ffi").TARGET for p in packages[:2]],
+    "same": [all(a == b for a, b in zip(e, every[i // len(packages) * len(packages)])) for i, e in enumerate(every)],
+    "spread": max(float(abs(np.subtract(a, b)).max()) for e in every for a, b in zip(e, every[0])),
+    "error": [float(abs(ours[0] / value - 1)), float(abs(ours[1] - np.moveaxis(grad, 0, 2)).max())],
+}))
+"""
