@@ -127,15 +127,35 @@ def _operands(kind: Kind, arrays: dict[str, Any], options: Options) -> list[Any]
 
 
 def min_gru(gate: Any, hidden: Any, *, activation: Activation = "positive", **options: Any) -> Any:
-    """States of minGRU: with z = σ(gate), h[t] = (1 − z)·h[t-1] + z·g(hidden). ``activation`` is ``positive`` or ``identity``, as
-    for ``scan_registry.min_gru``; ``options`` are those of ``gated_scan``."""
+    """States of minGRU: with z = σ(gate), h[t] = (1 − z)·h[t-1] + z·g(hidden).
+
+    Args:
+        gate: (batch, channels, time), or with ``dim=1`` (batch, time, channels).
+        hidden: like ``gate``, in its dtype.
+        activation: ``positive`` or ``identity``: which g, as for ``scan_registry.min_gru``.
+        options: those of ``gated_scan``.
+
+    Raises:
+        TypeError, ValueError, NoKernelError: as ``gated_scan``.
+    """
     return gated_scan(_with_activation("min_gru", activation), gate, hidden, **options)
 
 
 def min_lstm(
     forget: Any, input: Any, hidden: Any, *, activation: Activation = "positive", **options: Any
 ) -> Any:
-    """States of minLSTM: with f = σ(forget) / (σ(forget) + σ(input)), h[t] = f·h[t-1] + (1 − f)·g(hidden). As ``min_gru``."""
+    """States of minLSTM: with f = σ(forget) / (σ(forget) + σ(input)), h[t] = f·h[t-1] + (1 − f)·g(hidden).
+
+    Args:
+        forget: (batch, channels, time), or with ``dim=1`` (batch, time, channels).
+        input: like ``forget``, in its dtype.
+        hidden: like ``forget``, in its dtype.
+        activation: ``positive`` or ``identity``: which g, as for ``scan_registry.min_lstm``.
+        options: those of ``gated_scan``.
+
+    Raises:
+        TypeError, ValueError, NoKernelError: as ``gated_scan``.
+    """
     return gated_scan(_with_activation("min_lstm", activation), forget, input, hidden, **options)
 
 
@@ -143,14 +163,35 @@ def rg_lru(
     x: Any, recurrence_gate: Any, input_gate: Any, a_param: Any, reset: Any = None, **options: Any
 ) -> Any:
     """States of RG-LRU, the recurrence of Griffin and RecurrentGemma: with a = exp(−8·σ(recurrence_gate)·softplus(a_param)),
-    h[t] = a·h[t-1] + √(1 − a²)·σ(input_gate)·x; where ``reset`` is true, h[t] = σ(input_gate)·x. ``options`` are those of
-    ``gated_scan``. The first step of a sequence is no reset unless ``reset`` says so. In the published models it is one."""
+    h[t] = a·h[t-1] + √(1 − a²)·σ(input_gate)·x; where ``reset`` is true, h[t] = σ(input_gate)·x.
+
+    Args:
+        x: (batch, channels, time), or with ``dim=1`` (batch, time, channels).
+        recurrence_gate: like ``x``, in its dtype.
+        input_gate: like ``x``, in its dtype.
+        a_param: (channels,).
+        reset: bool, (batch, time), or None. The first step of a sequence is no reset unless ``reset`` says so. In the published
+            models it is one.
+        options: those of ``gated_scan``.
+
+    Raises:
+        TypeError, ValueError, NoKernelError: as ``gated_scan``.
+    """
     return gated_scan("rg_lru", x, recurrence_gate, input_gate, a_param, reset=reset, **options)
 
 
 def hgrn(x: Any, forget: Any, lower_bound: Any = None, **options: Any) -> Any:
-    """States of HGRN: with f = γ + (1 − γ)·σ(forget), h[t] = f·h[t-1] + (1 − f)·silu(x). γ is ``lower_bound``: an array
-    (channels,) of values from 0 to 1, which are not checked, or a number, or None for 0. ``options`` are those of ``gated_scan``."""
+    """States of HGRN: with f = γ + (1 − γ)·σ(forget), h[t] = f·h[t-1] + (1 − f)·silu(x).
+
+    Args:
+        x: (batch, channels, time), or with ``dim=1`` (batch, time, channels).
+        forget: like ``x``, in its dtype.
+        lower_bound: γ: (channels,), of values from 0 to 1, which are not checked; or a number of Python or NumPy; or None for 0.
+        options: those of ``gated_scan``.
+
+    Raises:
+        TypeError, ValueError, NoKernelError: as ``gated_scan``.
+    """
     if lower_bound is None or checks.is_scalar(lower_bound):
         number = 0.0 if lower_bound is None else lower_bound
         number = checks.check_number("lower_bound", number, 0, 1)

@@ -70,8 +70,9 @@ def linear_scan(
             ends: 0, …, T. Each starts from its own initial state. Empty ones are allowed. A compiled program cannot check values on
             a GPU: a bound counts as the greatest of 0 and those before it, up to T, and the last one as T.
         return_final_state: return ``(states, final_state)``; the final state is in float32 for narrower tokens.
-        axis_name: in ``shard_map``, the axis of the mesh between whose devices time is cut, in their order. ``initial_state`` is
-            the state before the first part, and the final state the one after the last part, alike on all devices.
+        axis_name: in ``shard_map``, the axis of the mesh between whose devices time is cut, in their order; not with ``cu_seqlens``.
+            ``initial_state`` is the state before the first part, and the final state the one after the last part, alike on all
+            devices.
         backend: ``auto``; ``cuda`` or ``triton`` for kernels in that language alone; ``reference`` for operators of JAX.
 
     Raises:

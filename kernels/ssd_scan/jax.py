@@ -51,8 +51,8 @@ def ssd_scan(
         s[t] = exp(δ[t]·A)·s[t-1] + δ[t]·x[t] ⊗ B[t]
         out  = (s[t]·C[t] + D·x[t])·silu(z[t])            without what is None
 
-    On a GPU, float32, bfloat16 and float16 run in kernels; all else is composed of JAX's matrix products, chunk by chunk.
-    Sequences cannot be packed.
+    On a GPU, float32, bfloat16 and float16 run in kernels. All else, and all calls on the CPU, are composed of JAX's matrix products,
+    chunk by chunk. Sequences cannot be packed.
 
     Args:
         x: (batch, time, heads, P), float32, bfloat16, float16 or float64.
