@@ -106,7 +106,7 @@ def causal_conv1d(
     if axis_name is None:
         results = convolve(operands, options)
     else:
-        devices = checks.check_axis(axis_name, cu_seqlens)
+        devices = checks.check_axis(axis_name, cu_seqlens, operands[0].shape[options.dim])
         from scan_registry.kernels.causal_conv1d.jax_sharded import convolve_over
 
         results = convolve_over(operands, axis_name, devices, options)

@@ -66,7 +66,7 @@ def gated_scan(
     )
     operands = _operands(of, arrays, options)
     if axis_name is not None:
-        checks.check_axis(axis_name, cu_seqlens)
+        checks.check_axis(axis_name, cu_seqlens, operands[0].shape[options.dim])
     if kind == "linear" and reset is None:
         *sequences, initial, _, bounds = operands
         return linear_scan(

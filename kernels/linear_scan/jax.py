@@ -123,7 +123,7 @@ def linear_scan(
             raise TypeError(f"initial_state is complex, the states are {of_tokens}")
         initial_state = jnp.broadcast_to(initial_state.astype(state_dtype_of(of_tokens)), of_state)
     if axis_name is not None:
-        checks.check_axis(axis_name, cu_seqlens)
+        checks.check_axis(axis_name, cu_seqlens, shape[options.dim])
         from scan_registry.kernels.linear_scan.jax_sharded import scan_over
 
         results = scan_over(gates, tokens, initial_state, axis_name, options)

@@ -105,7 +105,7 @@ def selective_scan(
     if axis_name is None:
         results = scan(operands, options)
     else:
-        checks.check_axis(axis_name, cu_seqlens)
+        checks.check_axis(axis_name, cu_seqlens, operands.u.shape[options.dim])
         from scan_registry.kernels.selective_scan.jax_sharded import scan_over
 
         results = scan_over(operands, axis_name, options)

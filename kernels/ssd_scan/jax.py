@@ -87,7 +87,7 @@ def ssd_scan(
     if axis_name is None:
         results = scan(operands, options)
     else:
-        checks.check_axis(axis_name, None)
+        checks.check_axis(axis_name, None, operands.x.shape[1])
         from scan_registry.kernels.ssd_scan.jax_sharded import scan_over
 
         results = scan_over(operands, axis_name, options)

@@ -42,16 +42,10 @@ class Parameter:
 CU_SEQLENS = Parameter(("int32", "int64"), (1,), "(sequences + 1,)")
 
 
-def as_arrays(
-    arguments: Mapping[str, Any], accepted: Mapping[str, Parameter] | Parameter
-) -> dict[str, Any]:
+def as_arrays(arguments: Mapping[str, Any], accepted: Mapping[str, Parameter]) -> dict[str, Any]:
     """Arguments as JAX's arrays, with None where an argument is None. Arrays of NumPy become what ``jax.numpy.asarray`` makes of
     them. ``TypeError`` for what is no array or has another dtype, ``ValueError`` for another number of dimensions."""
-    one = accepted if isinstance(accepted, Parameter) else None
-    return {
-        name: _as_array(name, value, one or accepted[name])  # type: ignore[index]
-        for name, value in arguments.items()
-    }
+    return {name: _as_array(name, value, accepted[name]) for name, value in arguments.items()}
 
 
 def _as_array(name: str, value: Any, parameter: Parameter) -> Any:
@@ -149,8 +143,9 @@ def check_limits(name: str, value: Any) -> tuple[float, float]:
     return low, high
 
 
-def check_axis(axis_name: Any, cu_seqlens: Any) -> int:
-    """How many devices the axis of the mesh has. ``TypeError`` or ``ValueError`` if it is none of the ``shard_map`` around."""
+def check_axis(axis_name: Any, cu_seqlens: Any, steps: int) -> int:
+    """How many devices the axis of the mesh has. ``TypeError`` or ``ValueError`` if it is none of the ``shard_map`` around, or if a
+    device has no ``steps``."""
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name must be a str, not {_type_name(axis_name)}")
     if cu_seqlens is not None:
@@ -161,6 +156,8 @@ def check_axis(axis_name: Any, cu_seqlens: Any) -> int:
         raise ValueError(
             f"axis_name is {axis_name!r}; it must be an axis of the mesh of a jax.shard_map around the call"
         ) from error
+    if steps == 0:
+        raise ValueError("the arrays have no steps; with axis_name each device must have some")
     return int(size)
 
 

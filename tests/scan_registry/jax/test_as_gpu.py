@@ -190,3 +190,50 @@ print(json.dumps([text, [str(w.message) for w in caught], refused]))
     assert "custom_call @scan_registry" not in text
     assert [words for words in told if "operators of JAX stand in" in words]
     assert "time_last_forward" in refused
+
+
+def test_kernels_of_a_sequence_over_devices(stub_driver: Any) -> None:
+    """Values and gradients of a sequence whose time is cut between four devices run in kernels, the summaries too."""
+    script = """
+import re
+from functools import partial
+from jaxing import drawn, jax
+import scan_registry.jax as ours
+
+P = jax.sharding.PartitionSpec
+rows = lambda n: (drawn(2, 32, 4 * n, dtype="float32"), P(None, None, "t"))
+steps = lambda *shape: (drawn(2, 1024, *shape, dtype="float32").astype("bfloat16"), P(None, "t"))
+alike = lambda *shape: (drawn(*shape, dtype="float32"), P())
+CALLS = {
+    "linear_scan": (rows(4096), rows(4096)),
+    "rg_lru": (rows(64), rows(64), rows(64), alike(32)),
+    "selective_scan": (rows(64), rows(64), alike(32, 4), *[(drawn(2, 4, 256, dtype="float32"), P(None, None, "t"))] * 2),
+    "ssd_scan": (steps(4, 16), steps(4), alike(4), steps(1, 16), steps(1, 16)),
+    "causal_conv1d": (rows(64), alike(32, 4)),
+}
+kernels = {}
+for name, pairs in CALLS.items():
+    cut = jax.shard_map(
+        partial(getattr(ours, name), axis_name="t"),
+        mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
+        in_specs=tuple(spec for _, spec in pairs),
+        out_specs=pairs[0][1],
+    )
+    gradient = jax.jit(jax.grad(lambda *o: (cut(*o).astype("float32") ** 2).sum(), tuple(range(len(pairs)))))
+    text = gradient.trace(*(x for x, _ in pairs)).lower(lowering_platforms=("cuda",)).as_text()
+    kernels[name] = sorted(set(re.findall(r'gpu[^a-z]*:[^a-z]*([a-z_0-9]+[.][a-z_]+)', text)))
+print(json.dumps(kernels))
+"""
+    stub_driver.gpu()
+    scans = {
+        "linear_scan": ["backward", "forward", "summary"],
+        "rg_lru": ["backward", "forward"],
+        "selective_scan": ["backward", "forward"],
+        "ssd_scan": ["adjoint", "backward", "forward", "states"],
+        "causal_conv1d": ["backward", "forward"],
+    }
+    kernels = json.loads(stub_driver.run(PRELUDE + script).stdout)
+    assert kernels.keys() == scans.keys()
+    for name, expected in scans.items():
+        endings = [kernel.rpartition(".")[2].removeprefix("time_last_") for kernel in kernels[name]]
+        assert endings == expected, name

@@ -180,3 +180,5 @@ def test_what_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="x has 2 steps on each device"):
         cut(x, weight)
+    with pytest.raises(ValueError, match="with axis_name each device must have some"):
+        cut(x[:, :, :0], weight)
