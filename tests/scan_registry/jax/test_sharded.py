@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from jaxing import drawn, errors, jax
 
@@ -146,6 +147,30 @@ def test_values_and_derivatives(name: str, dtype: str, checked: bool) -> None:
 
     tolerance = 1e-11 if dtype == "float64" else 2e-4
     assert max(errors(derivatives(cut), derivatives(whole))) < tolerance
+
+
+def test_two_axes_of_a_mesh() -> None:
+    """The batch is cut along one of them, time along the other."""
+    function, pairs = CASES["ssd_scan"]()
+    arrays = [x.astype("float32") for x, _ in pairs]
+    cuts = [P("b", *cut[1:]) if "t" in cut else cut for _, cut in pairs]
+    cuts[-1] = P("b")  # the initial state's
+    devices = np.array(jax.devices()).reshape(2, 2)
+    cut = jax.shard_map(
+        partial(function, return_final_state=True, axis_name="t"),
+        mesh=jax.sharding.Mesh(devices, ("b", "t")),
+        in_specs=tuple(cuts),
+        out_specs=(P("b", "t"), P("b")),
+    )
+
+    def gradients(scan: Any) -> Any:
+        def loss(*operands: Any) -> Any:
+            return sum((result**2).sum() for result in scan(*operands))
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(arrays)))))(*arrays)
+
+    whole = partial(function, return_final_state=True)
+    assert max(errors(gradients(cut), gradients(whole))) < 1e-5
 
 
 def test_second_derivatives() -> None:
