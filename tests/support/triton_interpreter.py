@@ -6,6 +6,7 @@ when it imports triton; this is for scripts that tests run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.language import core  # noqa: F401 (`mend` has the language replaced in its globals)
+from triton.language import core
 from triton.runtime import interpreter
 
 
@@ -54,6 +55,40 @@ def _watch_memory(builder: Any) -> None:
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
 
 
+def _remember_types() -> None:
+    """The interpreter makes types and shapes anew for each tensor, which takes most of its time: here, once for each name."""
+    np_dtype_of, make_block, make_tensor = (
+        interpreter._get_np_dtype,
+        core.block_type.__init__,
+        core.tensor.__init__,
+    )
+    np_dtypes = dict[str, Any]()
+    blocks = dict[tuple[str, tuple[int, ...]], dict[str, Any]]()
+    shapes = dict[str, dict[str, Any]]()
+
+    def get_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        if scalar.name not in np_dtypes:
+            np_dtypes[scalar.name] = np_dtype_of(scalar)
+        return np_dtypes[scalar.name]
+
+    def block_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, tuple(int(getattr(size, "value", size)) for size in shape)
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = vars(self)
+        self.__dict__ = blocks[key]
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        if type.name not in shapes:
+            make_tensor(self, handle, type)
+            shapes[type.name] = {"shape": self.shape, "numel": self.numel, "dtype": self.dtype}
+        vars(self).update(shapes[type.name], handle=handle, type=type)
+
+    interpreter._get_np_dtype = get_np_dtype
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
+
+
 def mend() -> None:
     """Make Triton 3.6's interpreter fast enough, and fit for numpy 2.4.
 
@@ -89,6 +124,8 @@ def mend() -> None:
     interpreter.ScanOps.generic_scan = scan
     interpreter.ReduceOps.generic_reduce = reduce
     _watch_memory(interpreter.InterpreterBuilder)
+    _remember_types()
     interpreter._patch_lang(mend)
+    gc.disable()  # which would go through ever more tensors, of which none is part of a cycle
     tl.tensor.__index__ = lambda self: self.handle.data.item()
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()

@@ -1,7 +1,6 @@
 // What runs the threads of a kernel; see cuda.hpp.
 #include "cuda.hpp"
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -33,8 +32,11 @@ struct Copy {
     int group;
 };
 
+// A place to go on at. GCC's own, as setjmp would take several times as long: threads take turns millions of times.
+using Place = void*[5];
+
 struct Thread {
-    jmp_buf start, place;  // where it begins with a block, and where it goes on
+    Place start, place;  // where it begins with a block, and where it goes on
     bool made = false, begun = false;
     int groups = 0;  // of copies that it has committed
     std::vector<Copy> copies;
@@ -73,7 +75,7 @@ struct Block {
     const Launch& launch;
     char* stacks;
     Random random;
-    jmp_buf outside;
+    Place outside;
     Barrier numbered[16], whole, in_cluster;
     std::vector<Barrier> warps;
     std::vector<int> left;   // threads of each warp that are done
@@ -103,7 +105,7 @@ struct Block {
             ready.push_back(i);
         }
         while (living)
-            if (!_setjmp(outside)) resume(take());
+            if (!__builtin_setjmp(outside)) resume(take());
         for (const Barrier& barrier : numbered)
             if (barrier.arrived) fail("a block left with threads at a barrier");
     }
@@ -114,7 +116,7 @@ struct Block {
     }
     // Blocks have a stack one after the other, and each may be run by another thread of the system.
     static void enter() {
-        _setjmp(current()->self().start);
+        __builtin_setjmp(current()->self().start);
         within();
     }
     [[gnu::noinline]] static void within() {
@@ -122,22 +124,22 @@ struct Block {
         block.launch.kernel(block.launch.given);
         block.leave();
     }
-    [[noreturn]] void leave() {
+    [[noreturn, gnu::noinline]] void leave() {
         if (!self().copies.empty()) fail("a thread left with copies under way");
         const int warp = running / WARP;
         left[warp]++;
         if (warps[warp].arrived) fail("a warp exchanges values without a lane that has left");
         if (--living && whole.arrived == living) open(whole);
-        _longjmp(outside, 1);
+        __builtin_longjmp(outside, 1);
     }
 
-    [[noreturn]] void resume(int number) {
+    [[noreturn, gnu::noinline]] void resume(int number) {
         running = number;
         threadIdx = {unsigned(number), 0, 0};
         Thread& thread = threads[number];
-        if (thread.begun) _longjmp(thread.place, 1);
+        if (thread.begun) __builtin_longjmp(thread.place, 1);
         thread.begun = true;
-        if (thread.made) _longjmp(thread.start, 1);
+        if (thread.made) __builtin_longjmp(thread.start, 1);
         thread.made = true;
         ucontext_t context;
         getcontext(&context);
@@ -173,7 +175,7 @@ struct Block {
         int& drawn = ready[random.below(ready.size())];
         const int next = drawn;
         drawn = running;
-        if (!_setjmp(self().place)) resume(next);
+        if (!__builtin_setjmp(self().place)) resume(next);
     }
     void open(Barrier& at) {
         at.arrived = 0, at.opened++;
@@ -183,7 +185,7 @@ struct Block {
     // Until the barrier opens.
     void wait_at(Barrier& at) {
         at.waiting.push_back(running);
-        if (!_setjmp(self().place)) resume(take());
+        if (!__builtin_setjmp(self().place)) resume(take());
     }
     // A thread that comes again before the barrier has opened would be counted for another one.
     void come(Barrier& at) {

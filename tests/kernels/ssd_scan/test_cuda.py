@@ -16,7 +16,7 @@ from scan_registry.kernels.ssd_scan import cases
 from scan_registry.kernels.ssd_scan.spec import FAMILY
 
 #: Few steps and several chunks; a head of two tiles; one, two and three blocks of states, of which the last is not full.
-SHAPES = ((1, 70, 2, 16, 16), (1, 70, 2, 72, 72), (2, 65, 2, 8, 136), (1, 3, 4, 8, 256))
+SHAPES = ((2, 70, 2, 16, 16), (1, 70, 2, 72, 72), (1, 65, 2, 8, 136), (1, 3, 4, 8, 256))
 
 
 #: GPUs with little and with much shared memory.
