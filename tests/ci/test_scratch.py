@@ -249,8 +249,10 @@ def test_a_familys_folder_is_packed_into_wheels(tmp_path: Path) -> None:
         shutil.copyfile(TEMPLATE / name, folder / name)
     project = tree / "pyproject.toml"
     text = project.read_text(encoding="utf-8")
-    assert '"-O3"' in text
-    project.write_text(text.replace('"-O3"', '"-O0"'), encoding="utf-8")  # nothing of it runs
+    extensions = re.compile(r"\[\[tool\.setuptools\.ext-modules\]\]\n.*?\n\n", re.DOTALL)
+    text, count = extensions.subn("", text)
+    assert count == 2  # whose compilation takes longest, and which hold nothing of a new family
+    project.write_text(text, encoding="utf-8")
     command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-C", "archs=none"]
     run(tmp_path, *command, "--wheel-dir", str(tmp_path), str(tree), PYTHONPATH="")
     (wheel,) = tmp_path.glob("*.whl")

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from distributed_dtensors import BATCH, Mixer, _mixer, _train
+from distributed_dtensors import BATCH
 from distributed_host_work import Counts
+from distributed_models import Mixer, mixer, train
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
@@ -114,7 +115,7 @@ class MixerOverTime(nn.Module):
 
     def __init__(self, time: Any) -> None:
         super().__init__()
-        self.mixer, self.time = _mixer(), time
+        self.mixer, self.time = mixer(), time
 
     def forward(self, x: Tensor) -> Tensor:
         mixer = self.mixer
@@ -140,8 +141,8 @@ def _mesh(rank: int) -> DeviceMesh:
 
 
 def _expected() -> Mixer:
-    model = _mixer()
-    _train(model, _batch(), 3)
+    model = mixer()
+    train(model, _batch(), 3)
     return model
 
 
@@ -172,7 +173,7 @@ def check_time_and_channels(rank: int, ranks: int, group: Any) -> None:
     # The sum after the last projection is all that ranks with other channels exchange.
     assert sent.get_total_counts() == whole.get_total_counts() + 1
     fully_shard(model, mesh=time)
-    _train(model, x, 3)
+    train(model, x, 3)
     for one, other in zip(model.mixer.parameters(), _expected().parameters(), strict=True):
         torch.testing.assert_close(one.full_tensor(), other.detach())
 
@@ -182,14 +183,14 @@ def check_dtensors_of_time_and_channels(rank: int, ranks: int, group: Any) -> No
     mesh = _mesh(rank)
     if rank > 3:
         return
-    model = _mixer()
+    model = mixer()
     for name, parameter in [*model.named_parameters()]:
         owner, _, attribute = name.rpartition(".")
         along = {"leave.weight": Shard(1), "leave.bias": Replicate()}.get(name, Shard(0))
         placed = distribute_tensor(parameter.detach(), mesh, [Replicate(), along])
         setattr(model.get_submodule(owner), attribute, nn.Parameter(placed))
     x = distribute_tensor(_batch(), mesh, [Shard(1), Replicate()])
-    _train(model, x, 3)
+    train(model, x, 3)
     for one, other in zip(model.parameters(), _expected().parameters(), strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(one.full_tensor().detach(), other.detach())

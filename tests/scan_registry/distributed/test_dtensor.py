@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import distributed_dtensors as dtensors
+import distributed_models as models
 import pytest
 from rank_pool import RANKS, RankPool
 
@@ -63,13 +64,13 @@ def test_compiled(ranks: RankPool) -> None:
 
 @pytest.mark.slow
 def test_fully_sharded_parameters(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_fully_sharded, limit=120)
+    ranks.run(2, models.check_fully_sharded, limit=120)
 
 
 @pytest.mark.slow
 def test_fully_sharded_parameters_and_time(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_time_and_parameters)
+    ranks.run(2, models.check_time_and_parameters)
 
 
 def test_channels_by_tensor_parallelism(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_tensor_parallel)
+    ranks.run(2, models.check_tensor_parallel)
