@@ -37,7 +37,9 @@ def test_every_binary_runs(load_tool: Callable[[str], ModuleType], name: str, dt
             kernel = family.kernel(variant.kernel, variant.language)
             if any(attest.takes(kernel, variant, p, SM_COUNT) for p in posed[variant.kernel]):
                 del idle[text]
-    assert not idle
+        if not idle:  # and no other trial need be solved
+            return
+    pytest.fail(f"no problem reaches {', '.join(idle)}")
 
 
 def test_without_a_gpu_it_says_so(

@@ -37,9 +37,9 @@ MUCH_ALIKE = {"blocks", "stages", "ctas_per_column", "aggregate_lead"}
 
 
 def ways(variant: Variant) -> set[object]:
-    """What of a variant is to be tried: which parameters there are with its access, and each one's value, in both directions;
-    its dtypes in both, and with those parameters in one of the two, which have most of their code in common. What takes any
-    tensor has code of its own in each direction."""
+    """What of a variant is to be tried: which parameters there are with its access, and its dtypes, in both directions; and
+    each parameter's value, and its dtypes with those parameters, in one of the two, which have most of their code in common.
+    What takes any tensor has code of its own in each direction."""
     statics = dict(variant.statics)
     sizes = {name: size for name, size in statics.items() if name not in MUCH_ALIKE}
     layout, _, _ = variant.kernel.rpartition("_")
@@ -50,7 +50,7 @@ def ways(variant: Variant) -> set[object]:
         (variant.kernel, *dtypes),
         (variant.kernel if kind[0] == "generic" else layout, *kind, *dtypes),
         (variant.kernel, "stages", min(int(statics.get("stages", 0)), 3)),
-        *((variant.kernel, *each) for each in sizes.items()),
+        *((layout, *size) for size in sizes.items()),
     }
 
 
