@@ -36,6 +36,10 @@ class Setting(Options):
     tied      whether A, dt, D and dt_bias are one number for each head, in expanded tensors
     mixed     whether all tensors but the state and x have dtypes of their own; else A, D and dt_bias are float32
     indexed   the dtype of indices, which name rows of a larger state and skip one batch; empty: none
+    tokens    whether sequences have several tokens, or none
+    drafted   whether indices have columns, of which tokens that were accepted choose one; ``indexed``, too
+    moved     whether states are written to another pool, to slots of their own, of which one batch has none
+    seeded    whether states of 16 bits are rounded at random
     """
 
     gated: bool = True
@@ -45,6 +49,15 @@ class Setting(Options):
     tied: bool = False
     mixed: bool = False
     indexed: str = ""
+    tokens: bool = False
+    drafted: bool = False
+    moved: bool = False
+    seeded: bool = False
+
+    @property
+    def served(self) -> bool:
+        """Whether the kernel of several tokens is for this."""
+        return self.tokens or self.drafted or self.moved or self.seeded
 
 
 SETTINGS = (
@@ -57,25 +70,44 @@ SETTINGS = (
     Setting(inputs="float16", gated=False, tied=True, groups=2),
     Setting(mixed=True, indexed="int64"),
     Setting(gated=False, tied=True, mixed=True, groups=2),
+    Setting(moved=True, seeded=True),
+    Setting(inputs="bfloat16", tied=True, indexed="int64", moved=True),
+    Setting(inputs="bfloat16", tokens=True, seeded=True),
+    Setting(inputs="bfloat16", tied=True, tokens=True, indexed="int32", groups=2),
+    Setting(inputs="bfloat16", drafted=True, indexed="int64"),
+    Setting(inputs="bfloat16", tied=True, tokens=True, drafted=True, indexed="int64", seeded=True),
+    Setting(inputs="float16", tokens=True, moved=True, gated=False),
+    Setting(mixed=True, tokens=True, drafted=True, moved=True, indexed="int32"),
+    Setting(inputs="float16", tied=True, tokens=True, indexed="int32", moved=True),
 )
 
 #: Of a quick check and of an attestation.
 QUICK: tuple[Shape, ...] = (
     *((2, 1, 40, 16), (3, 4, 8, 64), (5, 2, 6, 17), (2, 2, 16, 32), (1, 1, 24, 8)),
+    *((3, 1, 40, 16), (4, 4, 8, 64), (3, 2, 6, 17), (2, 2, 16, 128)),
 )
 #: One with every setting, and one without alignment.
-SMALL: tuple[Shape, ...] = (*((2, 1, 40, 16),) * 5, (5, 2, 6, 17))
+SMALL: tuple[Shape, ...] = (*((2, 1, 40, 16),) * 9, (5, 2, 6, 17))
 THOROUGH: tuple[Shape, ...] = (
-    *((1, 1, 1, 1), (1, 1, 5120, 16), (9, 1, 203, 16), (64, 1, 1536, 16), (3, 8, 64, 128)),
+    *((1, 1, 5, 1), (1, 1, 5120, 16), (9, 1, 203, 16), (64, 1, 1536, 16), (3, 8, 64, 128)),
     *((17, 5, 12, 256), (2, 3, 7, 255), (300, 2, 4, 8), (4, 1, 96, 33), (33, 24, 64, 64)),
 )
 
+#: Integers, which the kernels read without gaps.
+_DENSE = ("seed", "cu_seqlens", "num_accepted")
+#: Columns of indices.
+_COLUMNS = 3
 #: Tensors that are tied, with the dimensions along which they are.
 _TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
 
 
 class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64."""
+
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """Of the one kernel that is for this."""
+        if kernel == ("tokens" if self.setting.served else "step"):
+            yield from super().launches(kernel)
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch that computes this, in memory of its own; unless ``aligned``, with gaps between elements."""
@@ -84,7 +116,7 @@ class Trial(cases.RandomTrial[Setting]):
             tensors[name] = value
             if value is not None:
                 tied = _TIED.get(name) if self.setting.tied else None
-                tensors[name] = _placed(value, aligned, tied)
+                tensors[name] = _placed(value, aligned or name in _DENSE, tied)
         x, state = there(tensors["x"]), there(tensors["state"])
         tensors["out"] = torch.full_like(x, torch.nan)
         batch, heads, channels, states = self.shape
@@ -92,9 +124,13 @@ class Trial(cases.RandomTrial[Setting]):
         strides: list[int] = []
         for name, dimensions in DIMENSIONS.items():
             tensor = tensors[name]
-            strides += [0] * len(dimensions) if tensor is None else tensor.stride()
+            of = tensor if tensor is not None or name != "dst_state" else state
+            strides += [0] * len(dimensions) if of is None else (*of.stride(), 0)[: len(dimensions)]
         formatted = (tensors[name] for name in FORMATTED)
-        indices = tensors["indices"]
+        wide = [
+            (tensor := tensors[name]) is not None and tensor.dtype == torch.int64
+            for name in ("indices", "dst_indices", "cu_seqlens", "num_accepted")
+        ]
         problem = StepProblem(
             dtype=self.dtype,
             batch=batch,
@@ -107,7 +143,13 @@ class Trial(cases.RandomTrial[Setting]):
             strides=tuple(strides),
             softplus=self.setting.softplus,
             aligned=aligned and states % unit == 0,
-            wide_indices=indices is not None and indices.dtype == torch.int64,
+            wide_indices=wide[0],
+            dst_slots=there(tensors["dst_state"]).shape[0] if self.setting.moved else None,
+            served=self.setting.served,
+            tokens=x.shape[0] if self.setting.tokens else None,
+            columns=_COLUMNS if self.setting.drafted else 1,
+            every_token=self.setting.drafted,
+            wide_others=(wide[1], wide[2], wide[3]),
         )
         return Case(problem, tensors, self.expected)
 
@@ -148,18 +190,22 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths."""
     batch, heads, channels, states = shape
     groups = setting.groups if (heads if heads > 1 else channels) % setting.groups == 0 else 1
-    slots = batch + 2 if setting.indexed else batch
+    columns = _COLUMNS if setting.drafted else 1
+    slots = batch * columns + 2 if setting.indexed else batch
+    lengths = torch.randint(0, 7, (batch,)) if setting.tokens else torch.ones(batch).long()
+    lengths[0] = 6 if setting.tokens else 1
+    tokens = int(lengths.sum())
 
-    sizes = torch.randn(batch, heads, channels) - 3
+    sizes = torch.randn(tokens, heads, channels) - 3
     drawn: dict[str, Tensor | None] = {
         "state": torch.randn(slots, heads, channels, states),
-        "x": torch.randn(batch, heads, channels),
+        "x": torch.randn(tokens, heads, channels),
         "dt": sizes if setting.softplus else sizes.exp(),
         "A": -torch.rand(heads, channels, states) * 8 - 0.02,
-        "B": torch.randn(batch, groups, states),
-        "C": torch.randn(batch, groups, states),
+        "B": torch.randn(tokens, groups, states),
+        "C": torch.randn(tokens, groups, states),
         "D": torch.randn(heads, channels) if setting.gated else None,
-        "z": torch.randn(batch, heads, channels) if setting.gated else None,
+        "z": torch.randn(tokens, heads, channels) if setting.gated else None,
         "bias": torch.rand(heads, channels) / 2 if setting.gated else None,
     }
     inputs: dict[str, Tensor | None] = {}
@@ -168,11 +214,12 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         if setting.tied and name in _TIED and tensor is not None:
             tensor = _first(tensor, _TIED[name]).expand(tensor.shape).clone()
         inputs[name] = tensor
-    inputs["indices"] = None
-    if setting.indexed:
-        order = torch.randperm(slots)[:batch]
-        order[batch // 2] = -1
-        inputs["indices"] = order.to(getattr(torch, setting.indexed))
+    inputs |= _draw_slots(there(inputs["state"]), batch, setting)
+    if setting.seeded and dtype != "float32":
+        inputs["seed"] = torch.randint(-(2**62), 2**62, (1,))
+    if setting.tokens:
+        bounds = torch.cat([torch.zeros(1), lengths.cumsum(0)])
+        inputs["cu_seqlens"] = bounds.to(getattr(torch, setting.indexed or "int32"))
     expected = solved(inputs, setting)
     return Trial(
         shape,
@@ -183,29 +230,55 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     )
 
 
+def _draw_slots(state: Tensor, batch: int, setting: Setting) -> dict[str, Tensor | None]:
+    """Where sequences start, and where their states are written."""
+    columns = _COLUMNS if setting.drafted else 1
+    names = ("indices", "dst_state", "dst_indices", "seed", "cu_seqlens", "num_accepted")
+    inputs: dict[str, Tensor | None] = dict.fromkeys(names)
+    numbers = getattr(torch, setting.indexed or "int32")
+
+    def slots_of(pool: Tensor) -> Tensor:
+        order = torch.randperm(pool.shape[0])[: batch * columns].view(batch, columns)
+        order[batch // 2, columns // 2] = -1
+        return (order if setting.drafted else order.squeeze(1)).to(numbers)
+
+    if setting.indexed:
+        inputs["indices"] = slots_of(state)
+    if setting.moved:
+        pool = torch.randn(batch * columns + 3, *state.shape[1:]).to(state.dtype)
+        inputs["dst_state"], inputs["dst_indices"] = pool, slots_of(pool)
+    if setting.drafted:
+        inputs["num_accepted"] = torch.randint(0, columns + 1, (batch,)).to(numbers)
+    return inputs
+
+
 def without_heads(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """The tensors of a kernel as the operator takes them: views, without a dimension of heads where there is one."""
     state = there(tensors["state"])
     views = dict(tensors)
     if state.shape[1] == 1:
-        for name in ("state", "x", "dt", "z", "A", "D", "bias"):
+        for name in ("state", "dst_state", "x", "dt", "z", "A", "D", "bias"):
             tensor = tensors[name]
             if tensor is not None:
-                views[name] = tensor.squeeze(1 if name in ("state", "x", "dt", "z") else 0)
+                views[name] = tensor.squeeze(0 if name in ("A", "D", "bias") else 1)
     return views
 
 
 def solved(inputs: Mapping[str, Tensor | None], setting: Setting) -> dict[str, Tensor]:
-    """The output and the state after it in float64."""
+    """The output and the states after it in float64."""
     wide = in_float64(without_heads(inputs))
-    state = there(wide["state"])
+    state, dst_state = there(wide["state"]), wide["dst_state"]
     x, dt, A, B, C = (there(wide[name]) for name in ("x", "dt", "A", "B", "C"))
     rest = wide["D"], wide["z"], wide["bias"], setting.softplus, wide["indices"]
-    out = reference.step(state, x, dt, A, B, C, *rest)
-    return {
+    moved = dst_state, wide["dst_indices"], wide["cu_seqlens"], wide["num_accepted"]
+    out = reference.step(state, x, dt, A, B, C, *rest, *moved)
+    results = {
         "out": out.view_as(there(inputs["x"])),
         "state": state.view_as(there(inputs["state"])),
     }
+    if dst_state is not None:
+        results["dst_state"] = dst_state.view_as(there(inputs["dst_state"]))
+    return results
 
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:

@@ -7,7 +7,16 @@ Tensors; without heads there is one, of stride 0:
     A              (heads, channels, N)
     B, C           (batch, groups, N): a group has as many neighbouring rows, channels of a head, as every other
     D, bias        (heads, channels); null: zeros
-    indices        (batch,), int32 or int64: the slots of batches; null: their own numbers
+    indices        (batch, columns), int32 or int64: the slots of batches; null: their own numbers
+
+A batch is one sequence, and has one row of x, dt, z, B, C and out; or with cu_seqlens as many as it has tokens, from row
+cu_seqlens[batch] on. What servers add, and what may be null, too:
+
+    dst_state      (slots, heads, channels, N): where states are written, with the strides of the state but for slots
+    dst_indices    (batch, columns): the slots to write to
+    cu_seqlens     (batch + 1,), without gaps
+    num_accepted   (batch,), without gaps: a batch starts from the slot in column num_accepted - 1 of its indices
+    seed           (1,), int64, on which stochastic rounding depends
 """
 
 from __future__ import annotations
@@ -31,7 +40,8 @@ DIMENSIONS: Mapping[str, tuple[str, ...]] = {
     "A": ("head", "channel", "state"),
     **dict.fromkeys(("B", "C"), _OF_PROJECTION),
     **dict.fromkeys(("D", "bias"), ("head", "channel")),
-    "indices": ("batch",),
+    **dict.fromkeys(("indices", "dst_indices"), ("batch", "token")),
+    "dst_state": ("slot",),
 }
 STRIDES = tuple(f"{name}_{axis}" for name, axes in DIMENSIONS.items() for axis in axes)
 
@@ -49,6 +59,13 @@ class StepProblem:
     aligned       whether the states of a channel lie without gaps, in whole chunks of 16 bytes, B and C so in chunks of
                   as many numbers, and A, too, if it has not one number for all states
     wide_indices  whether indices are int64
+    dst_slots     rows of the state that is written; None: as of the state
+    pad_slot      an index that stands for no slot, as those below zero do
+    served        whether there is anything that servers add, or a pad_slot
+    tokens        rows of x; None: as many as batches
+    columns       of indices and dst_indices that have several
+    every_token   whether the states after each token are written, to the slot in the token's column
+    wide_others   whether dst_indices, cu_seqlens and num_accepted are int64
     """
 
     dtype: str
@@ -63,10 +80,17 @@ class StepProblem:
     softplus: bool = False
     aligned: bool = True
     wide_indices: bool = False
+    dst_slots: int | None = None
+    pad_slot: int = -1
+    served: bool = False
+    tokens: int | None = None
+    columns: int = 1
+    every_token: bool = False
+    wide_others: tuple[bool, bool, bool] = (False, False, False)
 
     @property
     def kernel(self) -> str:
-        return "step"
+        return "tokens" if self.served else "step"
 
     @property
     def inputs(self) -> str:
@@ -88,7 +112,7 @@ class StepProblem:
     def large(self) -> bool:
         """Whether a tensor but the state reaches past 2^31 elements."""
         sizes = {
-            "batch": self.batch,
+            "batch": self.rows_of_inputs,
             "head": self.heads,
             "channel": self.channels,
             "state": self.states,
@@ -98,8 +122,13 @@ class StepProblem:
         return any(
             sum(sizes[axis] * abs(strides[f"{name}_{axis}"]) for axis in axes) >= 2**31
             for name, axes in DIMENSIONS.items()
-            if name != "state"
+            if name not in ("state", "indices", "dst_state", "dst_indices")
         )
+
+    @property
+    def rows_of_inputs(self) -> int:
+        """Tokens of all batches."""
+        return self.batch if self.tokens is None else self.tokens
 
     @property
     def rows(self) -> int:
@@ -111,14 +140,19 @@ class StepProblem:
         formats = 0
         for place, dtype in enumerate(self.dtypes):
             formats |= _FORMATS[dtype] << (2 * place)
+        wide = sum(bit << place for place, bit in enumerate((self.wide_indices, *self.wide_others)))
         return {
             "batches": self.batch,
+            "tokens": self.rows_of_inputs,
             "heads": self.heads,
             "channels": self.channels,
             "states": self.states,
             "group_rows": self.rows // self.groups,
             "slots": self.slots,
+            "dst_slots": self.slots if self.dst_slots is None else self.dst_slots,
+            "pad_slot": self.pad_slot,
+            "columns": self.columns,
             "formats": formats,
-            "flags": self.softplus | self.wide_indices << 1,
+            "flags": self.softplus | wide << 1 | self.every_token << 5,
             **dict(zip(STRIDES, self.strides, strict=True)),
         }

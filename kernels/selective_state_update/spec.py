@@ -22,9 +22,15 @@ from scan_registry.kernels.selective_state_update.problem import (
 FAMILY_NAME = "selective_state_update"
 ACCESSES = ("aligned", "tied", "generic")
 _WARPS = 4
-_POINTERS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices", "out")
+_POINTERS = (
+    *("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices"),
+    *("dst_state", "dst_indices", "seed", "cu_seqlens", "num_accepted", "out"),
+)
 _SIZES = ("batches", "heads", "channels", "states", "group_rows", "slots")
-_OF_LAUNCH = ("lane_bits", "steps")
+_OF_SEQUENCES = ("dst_slots", "pad_slot", "tokens", "columns")
+_OF_LAUNCH = ("lane_bits", "steps", "formats", "flags")
+#: The strides that a kernel of one token has.
+_STRIDES = STRIDES[: STRIDES.index("indices_batch") + 1]
 #: Threads that an SM should have before threads take several batches, which read A less often; and the most batches
 #: of a thread.
 _THREADS_OF_SM, _MOST_STEPS = 1024, 8
@@ -42,8 +48,27 @@ def _accepts(variant: model.Variant, problem: StepProblem) -> str | None:
             return f"A has {'one number' if problem.tied else 'several numbers'} for each channel"
         if problem.inputs != inputs or not (problem.tied or problem.decay == "float32"):
             return f"for B and C of {inputs}, and for A of float32"
-    if problem.rows >= 2**31 or problem.batch >= 2**31:
-        return f"{problem.rows} channels of all heads and {problem.batch} batches; it counts them in 31 bits"
+    counted = (
+        problem.rows,
+        problem.batch,
+        problem.rows_of_inputs,
+        problem.slots,
+        problem.dst_slots or 0,
+    )
+    if max(counted) >= 2**31:
+        return f"{max(counted)} channels of all heads, batches, tokens or slots; it counts them in 31 bits"
+    return None
+
+
+def _accepts_tokens(variant: model.Variant, problem: StepProblem) -> str | None:
+    if reason := _accepts(variant, problem):
+        return reason
+    most = 32 * _vector(variant) * variant.number("chunks")
+    if problem.states > most:
+        return f"{problem.states} states; a warp has {most} of a row"
+    rows = variant.number("rows")
+    if problem.channels % rows or problem.rows // problem.groups % rows:
+        return f"{problem.channels} channels in {problem.groups} groups; it takes {rows} neighbours at a time"
     return None
 
 
@@ -54,12 +79,18 @@ def _vector(variant: model.Variant) -> int:
     )
 
 
-def _launch(variant: model.Variant, problem: StepProblem, sm_count: int) -> model.Launch:
+def _lane_bits(variant: model.Variant, problem: StepProblem) -> int:
     chunks = -(-problem.states // (_vector(variant) * variant.number("chunks")))
-    lane_bits = min(5, (chunks - 1).bit_length())
-    rows_of_cta = 32 * variant.number("warps") >> lane_bits
+    return min(5, (chunks - 1).bit_length())
+
+
+def _launch(variant: model.Variant, problem: StepProblem, sm_count: int) -> model.Launch:
+    rows_of_thread = dict(variant.statics).get("rows", 1)
+    assert isinstance(rows_of_thread, int)
+    lane_bits = max(_lane_bits(variant, problem), rows_of_thread.bit_length() - 1)
+    rows_of_cta = (32 * variant.number("warps") >> lane_bits) * rows_of_thread
     ctas = -(-problem.rows // rows_of_cta)
-    wanted = sm_count * _THREADS_OF_SM
+    wanted = sm_count * _THREADS_OF_SM * rows_of_thread
     steps = 1
     while steps < _MOST_STEPS and (problem.batch * problem.rows << lane_bits) >= 2 * steps * wanted:
         steps *= 2
@@ -75,7 +106,7 @@ def _constants(variant: model.Variant) -> dict[str, model.Static]:
         "INPUTS": str(dict(variant.statics).get("inputs", "float32")),
         "ALIGNED": int(access != "generic"),
         "TIED": int(access == "tied"),
-        **{name.upper(): variant.number(name) for name in ("chunks", "warps", "ctas")},
+        **{name.upper(): number for name, number in variant.statics if isinstance(number, int)},
     }
 
 
@@ -98,21 +129,57 @@ def _tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     return ((("chunks", 2), ("warps", _WARPS), ("ctas", 5 if most else 6)),)
 
 
-_KERNEL = model.Kernel(
+def _kinds_of_tokens() -> Iterator[model.Pins]:
+    """Inputs of Mamba's blocks, bfloat16 or those of the state; others are left to the generic kernel."""
+    for kind in _kinds():
+        pins = dict(kind)
+        if pins["access"] == "generic" or pins["inputs"] == (
+            "bfloat16" if pins["dtype"] == "float32" else pins["dtype"]
+        ):
+            yield kind
+
+
+def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
+    """Rows and chunks of a thread, and CTAs as above."""
+    pins = dict(kind)
+    if pins["access"] == "generic":
+        return ((("rows", 1), ("chunks", 8), ("warps", _WARPS), ("ctas", 3)),)
+    narrow, tied = model.ITEM_SIZE[str(pins["dtype"])] == 2, pins["access"] == "tied"
+    rows, ctas = (4 if tied else 2, 4) if narrow else (4, 5)
+    return ((("rows", rows), ("chunks", 1), ("warps", _WARPS), ("ctas", ctas)),)
+
+
+def _parameters(sizes: tuple[str, ...]) -> tuple[model.Parameter, ...]:
+    return (
+        *(model.Parameter(name, "pointer") for name in _POINTERS),
+        *(model.Parameter(name, "i64") for name in sizes),
+    )
+
+
+def _cost_of_access(variant: model.Variant, problem: StepProblem) -> bool:
+    return variant.text("access") == "generic"
+
+
+_STEP = model.Kernel(
     family=FAMILY_NAME,
     name="step",
     language="cuda",
-    parameters=(
-        *(model.Parameter(name, "pointer") for name in _POINTERS),
-        *(
-            model.Parameter(name, "i64")
-            for name in (*_SIZES, *_OF_LAUNCH, "formats", "flags", *STRIDES)
-        ),
-    ),
+    parameters=_parameters((*_SIZES, *_OF_LAUNCH, *_STRIDES)),
     defaults=model.Space(tuple(_kinds()), _tiles),
     code=model.Code(source="step.cu", entry=FAMILY_NAME, constants=_constants),
     rules=model.Rules(_accepts),
-    cost=lambda variant, problem: variant.text("access") == "generic",
+    cost=_cost_of_access,
+    launch=_launch,
+)
+_TOKENS = model.Kernel(
+    family=FAMILY_NAME,
+    name="tokens",
+    language="cuda",
+    parameters=_parameters((*_SIZES, *_OF_SEQUENCES, *_OF_LAUNCH, *STRIDES)),
+    defaults=model.Space(tuple(_kinds_of_tokens()), _tiles_of_tokens),
+    code=model.Code(source="tokens.cu", entry=f"{FAMILY_NAME}_tokens", constants=_constants),
+    rules=model.Rules(_accepts_tokens),
+    cost=_cost_of_access,
     launch=_launch,
 )
 
@@ -126,7 +193,8 @@ def _sample(dtype: str, access: str) -> model.Sample:
         **dict.fromkeys(("x", "dt", "z", "out", "D", "bias"), of_row),
         "A": {"head": 0, "channel": states, "state": 1},
         **dict.fromkeys(("B", "C"), of_projection),
-        "indices": {"batch": 0},
+        **dict.fromkeys(("indices", "dst_indices"), dict.fromkeys(("batch", "token"), 0)),
+        "dst_state": {"slot": channels * states},
     }
     problem = StepProblem(
         dtype=dtype,
@@ -148,6 +216,6 @@ FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step",
     folder=Path(__file__).parent,
-    kernels=(_KERNEL,),
+    kernels=(_STEP, _TOKENS),
     samples=tuple(starmap(_sample, product(DTYPES, ("aligned", "generic")))),
 )

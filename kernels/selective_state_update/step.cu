@@ -16,116 +16,7 @@
 // A thread stays with its row for `steps` batches, one after the other, and reads A once if one round is all there is. A batch
 // loads its inputs, then in each round loads chunks, updates and stores them, and at its end sums over lanes and stores y. A
 // round starts all its loads before it uses any of them, and takes few registers, since many bytes have to be under way.
-//
-// An ALIGNED kernel takes B and C in INPUTS, and a float32 A; or, if TIED, an A of one number for all states of a row. All
-// else but the state has the dtype that `formats` says, two bits for each tensor: that is chosen among numbers that are
-// read, and not by branches.
-#include "../common/activations.cuh"
-#include "../common/compiler.cuh"
-#include "../common/element.cuh"
-#include "loads.cuh"
-
-using Element = ELEMENT;
-using Storage = Element::Storage;
-using Input = INPUTS;
-
-enum : int { THREADS = 32 * WARPS, VECTOR = ALIGNED ? 16 / int(sizeof(Storage)) : 1 };
-// Of all tensors but the state: those of an ALIGNED kernel have fewer than 2^31 elements.
-template <bool SMALL>
-struct OffsetOf {
-    using Type = i64;
-};
-template <>
-struct OffsetOf<true> {
-    using Type = int;
-};
-using Offset = OffsetOf<bool(ALIGNED)>::Type;
-
-enum Format : int { FLOAT32, BFLOAT16, FLOAT16 };
-// Places of the tensors in `formats`.
-enum Tensor : int { X, DT, A_, B_, C_, D_, Z, BIAS };
-// Bits of the argument `flags`.
-enum : i64 { SOFTPLUS = 1, WIDE_INDICES = 2 };
-
-__device__ inline unsigned element(const void* from, i64 index, int format, bool wanted) {
-    const bool wide = format == FLOAT32;
-    return load_element(static_cast<const char*>(from) + (index << (wide ? 2 : 1)), wide, wanted);
-}
-__device__ inline float widened(unsigned bits, int format) {
-    const float narrow = chosen(format == BFLOAT16, bfloat16::widen(bits), float16::widen(bits));
-    return chosen(format == FLOAT32, float32::widen(bits), narrow);
-}
-__device__ inline void write(void* to, i64 index, int format, float x, bool wanted) {
-    const unsigned narrow = format == BFLOAT16 ? bfloat16::narrow(x) : float16::narrow(x);
-    const bool wide = format == FLOAT32;
-    store_element(static_cast<char*>(to) + (index << (wide ? 2 : 1)), wide ? float32::narrow(x) : narrow, wide, wanted);
-}
-
-// Numbers of A, B or C that belong to a chunk of states.
-template <class Of>
-__device__ Chunk<Of, VECTOR> read_chunk(const void* from, i64 index, int format, bool wanted) {
-    Chunk<Of, VECTOR> chunk = {};
-    if constexpr (!ALIGNED) {
-        chunk.word[0] = element(from, index, format, wanted);
-    } else {
-        enum : int { WORDS = Chunk<Of, VECTOR>::WORDS, AT_ONCE = WORDS < 4 ? WORDS : 4 };
-        const auto at = static_cast<const typename Of::Storage*>(from) + index;
-#pragma unroll
-        for (int w = 0; w < WORDS; w += AT_ONCE)
-            load_words(*reinterpret_cast<unsigned(*)[AT_ONCE]>(chunk.word + w),
-                       reinterpret_cast<const unsigned*>(at) + w, wanted);
-    }
-    return chunk;
-}
-template <class Of>
-__device__ float number(const Chunk<Of, VECTOR>& chunk, int i, int format) {
-    return ALIGNED ? chunk.get(i) : widened(chunk.word[0], format);
-}
-
-__device__ inline Chunk<Element, VECTOR> read_states(const Storage* from, bool wanted) {
-    Chunk<Element, VECTOR> chunk = {};
-    if constexpr (ALIGNED) load_state(*reinterpret_cast<unsigned(*)[4]>(chunk.word), from, wanted);
-    else if (wanted) chunk.put(0, *from);
-    return chunk;
-}
-__device__ inline void write_states(Storage* to, const float (&states)[VECTOR]) {
-    if constexpr (ALIGNED) {
-        Chunk<Element, VECTOR> chunk;
-        chunk.set(states);
-        put_words(to, chunk);
-    } else {
-        *to = Element::narrow(states[0]);
-    }
-}
-
-// The tensors but the state and A, each with its strides: of a row, of a group's projection, and of a row that all batches
-// share.
-struct RowTensor {
-    const void* data;
-    i64 batch, head, channel;
-};
-struct ProjectionTensor {
-    const void* data;
-    i64 batch, group, state;
-};
-struct SharedTensor {
-    const void* data;
-    i64 head, channel;
-};
-struct Arguments {
-    Storage* state;
-    i64 state_slot, state_head, state_channel, state_state;
-    RowTensor x, dt, z;
-    const void* A;
-    i64 A_head, A_channel, A_state;
-    ProjectionTensor B, C;
-    SharedTensor D, bias;
-    const void* indices;
-    i64 indices_batch;
-    void* out;
-    i64 out_batch, out_head, out_channel;
-    i64 batches, heads, channels, states, group_rows, slots, lane_bits, steps, formats, flags;
-};
+#include "tensors.cuh"
 
 // What one batch has for a row: where its states are, and its inputs as they lie in memory.
 struct Inputs {
@@ -157,7 +48,7 @@ struct StateUpdate {
     const unsigned skip = element(args.D.data, head * args.D.head + channel * args.D.channel, format(D_), args.D.data);
     const unsigned shift =
         element(args.bias.data, head * args.bias.head + channel * args.bias.channel, format(BIAS), args.bias.data);
-    Storage* const states_of_row = args.state + head * args.state_head + channel * args.state_channel;
+    Storage* const states_of_row = args.state.data + head * args.state_head + channel * args.state_channel;
     const Offset x_row = row_offset(args.x), dt_row = row_offset(args.dt), z_row = row_offset(args.z);
     const Offset out_row = head * Offset(args.out_head) + channel * Offset(args.out_channel);
     const Offset A_row = head * Offset(args.A_head) + channel * Offset(args.A_channel);
@@ -199,9 +90,9 @@ struct StateUpdate {
     __device__ Inputs load_inputs(int batch) const {
         Inputs in;
         i64 slot = batch;
-        if (args.indices) slot = load_index(args.indices, batch * args.indices_batch, args.flags & WIDE_INDICES);
-        in.active = exists && slot >= 0 && slot < args.slots;
-        in.states = states_of_row + (in.active ? slot : 0) * args.state_slot;
+        if (args.indices.data) slot = load_index(args.indices.data, batch * args.indices.batch, args.flags & WIDE_INDICES);
+        in.active = exists && slot >= 0 && slot < args.state.slots;
+        in.states = states_of_row + (in.active ? slot : 0) * args.state.slot;
         in.x = element(args.x.data, batch * Offset(args.x.batch) + x_row, format(X), in.active);
         in.dt = element(args.dt.data, batch * Offset(args.dt.batch) + dt_row, format(DT), in.active);
         in.z = element(args.z.data, batch * Offset(args.z.batch) + z_row, format(Z),
@@ -224,8 +115,8 @@ struct StateUpdate {
     __device__ void prefetch_next(const Inputs& in, int batch, int n) const {
 #pragma unroll
         for (int k = 0; k < CHUNKS; k++)
-            prefetch_state(in.states + args.state_slot + n + k * stride,
-                           exists && !args.indices && batch + 1 < end && n + k * stride < count);
+            prefetch_state(in.states + args.state.slot + n + k * stride,
+                           exists && !args.indices.data && batch + 1 < end && n + k * stride < count);
     }
     __device__ void load_decay(int n) {
         if constexpr (TIED) {
@@ -259,7 +150,7 @@ struct StateUpdate {
                 sum += number(chunks.C[k], i, format(C_)) * now[i];
             }
             const int at = n + k * stride;
-            if (in.active && at < count) write_states(in.states + offset(at, args.state_state), now);
+            if (in.active && at < count) write_states(in.states + offset(at, args.state_state), now, nullptr, 0, 0);
         }
     }
 
@@ -275,16 +166,18 @@ struct StateUpdate {
     }
 };
 
+// The pointers after `indices` are null but for `out`: they are of the kernel of several tokens.
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_state_update(Storage* state, const void* x, const void* dt, const void* A, const void* B, const void* C,
-                       const void* D, const void* z, const void* bias, const void* indices, void* out, i64 batches,
-                       i64 heads, i64 channels, i64 states, i64 group_rows, i64 slots, i64 lane_bits, i64 steps,
-                       i64 formats, i64 flags, i64 state_slot, i64 state_head, i64 state_channel, i64 state_state,
-                       i64 x_batch, i64 x_head, i64 x_channel, i64 dt_batch, i64 dt_head, i64 dt_channel, i64 z_batch,
-                       i64 z_head, i64 z_channel, i64 out_batch, i64 out_head, i64 out_channel, i64 A_head,
-                       i64 A_channel, i64 A_state, i64 B_batch, i64 B_group, i64 B_state, i64 C_batch, i64 C_group,
-                       i64 C_state, i64 D_head, i64 D_channel, i64 bias_head, i64 bias_channel, i64 indices_batch) {
-    StateUpdate({state, state_slot, state_head, state_channel, state_state,
+                       const void* D, const void* z, const void* bias, const void* indices, Storage*, const void*,
+                       const i64*, const void*, const void*, void* out, i64 batches, i64 heads, i64 channels, i64 states,
+                       i64 group_rows, i64 slots, i64 lane_bits, i64 steps, i64 formats, i64 flags, i64 state_slot,
+                       i64 state_head, i64 state_channel, i64 state_state, i64 x_batch, i64 x_head, i64 x_channel,
+                       i64 dt_batch, i64 dt_head, i64 dt_channel, i64 z_batch, i64 z_head, i64 z_channel, i64 out_batch,
+                       i64 out_head, i64 out_channel, i64 A_head, i64 A_channel, i64 A_state, i64 B_batch, i64 B_group,
+                       i64 B_state, i64 C_batch, i64 C_group, i64 C_state, i64 D_head, i64 D_channel, i64 bias_head,
+                       i64 bias_channel, i64 indices_batch) {
+    StateUpdate({{state, slots, state_slot}, state_head, state_channel, state_state, {},
                  {x, x_batch, x_head, x_channel},
                  {dt, dt_batch, dt_head, dt_channel},
                  {z, z_batch, z_head, z_channel},
@@ -293,7 +186,7 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                  {C, C_batch, C_group, C_state},
                  {D, D_head, D_channel},
                  {bias, bias_head, bias_channel},
-                 indices, indices_batch, out, out_batch, out_head, out_channel,
-                 batches, heads, channels, states, group_rows, slots, lane_bits, steps, formats, flags})
+                 {indices, indices_batch}, {}, nullptr, out, out_batch, out_head, out_channel,
+                 batches, heads, channels, states, group_rows, -1, lane_bits, formats, flags, steps})
         .run();
 }

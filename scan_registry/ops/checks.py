@@ -184,9 +184,9 @@ def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: tor
         )
 
 
-def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
-    """Refuse ``cu_seqlens`` that cannot be bounds of packed sequences. On a GPU the values are checked only under
-    ``SCAN_REGISTRY_DEBUG``, as the check waits for the GPU."""
+def check_cu_seqlens(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
+    """Refuse ``cu_seqlens`` that cannot be bounds of packed sequences, of all steps or, with ``whole=False``, of some. On a
+    GPU the values are checked only under ``SCAN_REGISTRY_DEBUG``, as the check waits for the GPU."""
     if cu_seqlens.dtype not in _OFFSETS:
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() == 1 and _is_compiling():
@@ -196,7 +196,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int) -> None:
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
             "sequence at least"
         )
-    values.check_bounds(cu_seqlens, time)
+    values.check_bounds(cu_seqlens, time, whole)
 
 
 def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:

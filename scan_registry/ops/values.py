@@ -84,20 +84,24 @@ def as_int32(name: str, numbers: Tensor) -> Tensor:
     return narrow
 
 
-def check_rows(name: str, rows: Any, state: Any) -> None:
-    """Refuse row indices that are out of range or occur twice. A negative index stands for no row. Arguments of the
-    wrong type or shape are left to other checks."""
+def check_rows(
+    name: str, rows: Any, state: Any, pad_slot: int = -1, *, unique: bool = True
+) -> None:
+    """Refuse row indices that are out of range or, if they have to be ``unique``, occur twice. A negative index stands for no
+    row, and so does ``pad_slot``. Arguments of the wrong type or shape are left to other checks."""
     if not isinstance(rows, Tensor) or not isinstance(state, Tensor) or not state.dim():
         return
     if rows.dtype not in _INTEGERS or rows.dim() != 1 or not are_checked(rows):
         return
-    chosen, count = [row for row in rows.tolist() if row >= 0], state.shape[0]
+    chosen = [row for row in rows.tolist() if row >= 0 and row != pad_slot]
+    count = state.shape[0]
     if not chosen:
         return
-    accepted = f"accepted are 0 to {count - 1}, each once, and numbers below zero for no row"
+    once, pad = ", each once" * unique, f" and {pad_slot}" * (pad_slot >= 0)
+    accepted = f"accepted are 0 to {count - 1}{once}, and numbers below zero{pad} for no row"
     if (most := max(chosen)) >= count:
         raise ValueError(f"{name} has the number {most}, and the state {count} rows; {accepted}")
-    if len({*chosen}) < len(chosen):
+    if unique and len({*chosen}) < len(chosen):
         twice = next(row for row in chosen if chosen.count(row) > 1)
         raise ValueError(f"{name} has the number {twice} more than once; {accepted}")
 

@@ -17,11 +17,11 @@ from scan_registry.kernels.selective_state_update.op.arguments import (
 )
 from scan_registry.kernels.selective_state_update.op.flops import FORMULAS
 from scan_registry.kernels.selective_state_update.op.plans import KernelCall
+from scan_registry.kernels.selective_state_update.op.slots import check_slots
 from scan_registry.ops import flops
 from scan_registry.ops.call import has_tangents, unobserved, unwatched
-from scan_registry.ops.checks import as_bool, refuse_inference, refuse_mapped
+from scan_registry.ops.checks import as_bool, as_index, refuse_inference, refuse_mapped
 from scan_registry.ops.registration import register
-from scan_registry.ops.values import check_rows
 
 __all__ = ["BACKENDS", "describe", "selective_state_update"]
 
@@ -44,9 +44,15 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
+    dst_state: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    rand_seed: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """One step of a selective scan, for generation; ``state`` is changed in place.
+    """One step of a selective scan, or one for each of a few tokens, for generation; ``state`` is changed in place.
 
     With δ = dt + dt_bias, or its softplus (the identity above 20), for each channel and its N states:
 
@@ -54,7 +60,8 @@ def selective_state_update(
         y     = Σ_n C·state + D·x
         out   = y, or y·silu(z)
 
-    That is one launch, which a CUDA graph can record. It is computed in float32, and tensors are read with whatever
+    That is one launch, which a CUDA graph can record; all slots, bounds and numbers may change between replays. The states of
+    several tokens are rounded only where they are written. It is computed in float32, and tensors are read with whatever
     strides and dtypes they have: nothing is converted or copied first, and ``A``, ``dt``, ``dt_bias`` and ``D`` may be
     expanded, as those of Mamba-2 are along channels and states.
 
@@ -74,12 +81,34 @@ def selective_state_update(
         z: like ``x``; None for no gate.
         dt_bias: like ``D``.
         dt_softplus: whether step sizes are the softplus of ``dt + dt_bias``.
-        state_batch_indices: (batch,), int32 or int64. Row ``state_batch_indices[b]`` of the state belongs to batch b; the
-            state may then have any number of rows. Indices must be unique. A negative index gives a zero output and
-            changes no state. Out-of-range and duplicate indices are errors on the CPU, and under
-            ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, an index that is too large acts as a negative one,
-            and a duplicate corrupts its state row.
+        state_batch_indices: (batch,), int32 or int64: the slot of each sequence. A slot is a row of the state, which may then
+            have any number of rows. An index below zero, or ``pad_slot_id``, stands for no slot: that sequence gets a zero output
+            and changes no state. With ``num_accepted_tokens``, (batch, tokens): several slots of each sequence.
+        dst_state: where new states are written, with as many slots as wanted; None for ``state`` itself. Dtype, shape and strides
+            are those of ``state`` but for the first dimension.
+        dst_state_batch_indices: the slots to which new states are written; None for those of ``state_batch_indices``, or without
+            these for the sequences' own numbers. (batch,): the states after a sequence's last token. (batch, tokens):
+            column t is the slot of the states after token t. No slot, as above: these states are not written. Then several sequences
+            may start from one slot, such as that of a common prefix.
+        pad_slot_id: an index that stands for no slot, beside all those below zero.
+        cu_seqlens: (batch + 1,), int32 or int64, contiguous. Sequence b has the tokens from ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``, and takes a step for each; ``x``, ``dt``, ``B``, ``C``, ``z`` and the output have one row for
+            each token, in place of one for each sequence. A sequence of no tokens changes no state. Rows of the output that belong to
+            no sequence are not written.
+        num_accepted_tokens: (batch,), int32 or int64, contiguous: how many tokens of the last call are accepted, with
+            ``state_batch_indices`` of shape (batch, tokens). A sequence starts from the slot in column
+            ``num_accepted_tokens - 1``, or in the first column where the number is 0; unless ``dst_state_batch_indices`` says
+            otherwise, the states after token t are then written to the slot in column t.
+        rand_seed: one int64, in a tensor on the device of the state, for a state of bfloat16 or float16: new states are
+            rounded up or down at random, so that they are right in the mean and small changes do not get lost. What is added
+            depends on the seed, the slot and the place in the slot alone, so pass another seed in every call. None rounds
+            to nearest.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
+
+    Slots that are out of range, two states that are written to one slot, bounds that fall or leave ``x``, and more accepted
+    tokens than columns are errors on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a slot that is
+    too large acts as no slot, bounds are cut off at the ends of ``x``, numbers of tokens at the number of columns, and of two
+    states that are written to one slot it holds parts of both. Nothing outside of the pools is read or written.
 
     Returns:
         The output, in the shape and the dtype of ``x``.
@@ -98,31 +127,44 @@ def selective_state_update(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
-    tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
+    tensors = (
+        *(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
+        *(dst_state, dst_state_batch_indices, rand_seed, cu_seqlens, num_accepted_tokens),
+    )
+    changed = state if dst_state is None else dst_state
     if not _is_dynamo_compiling():
-        refuse_inference("state", state)
-    if state_batch_indices is not None:
-        check_rows("state_batch_indices", state_batch_indices, state)
+        refuse_inference("state" if dst_state is None else "dst_state", changed)
+    if not (state_batch_indices is dst_state_batch_indices is cu_seqlens is None):
+        _check_slots(tensors, pad_slot_id)
     if (
         not _is_dynamo_compiling()
         and unwatched()
-        and (fast := plans.fast_step(tensors, (dt_softplus, backend))) is not None
+        and (fast := plans.fast_step(tensors, (dt_softplus, pad_slot_id, backend))) is not None
     ):
-        torch.autograd.graph.increment_version(state)
+        torch.autograd.graph.increment_version(changed)
         return fast  # type: ignore[no-any-return]
     if not _is_compiling() and _are_dense(tensors) and unobserved(*tensors):
         _refuse_derivatives(tensors)
         as_bool("dt_softplus", dt_softplus)
         check_backend(backend)
-        out = plans.step(tensors, dt_softplus, backend)
-        torch.autograd.graph.increment_version(state)
+        out = plans.step(tensors, dt_softplus, as_index("pad_slot_id", pad_slot_id), backend)
+        torch.autograd.graph.increment_version(changed)
         return out
-    check(tensors, dt_softplus, backend)
+    check(tensors, dt_softplus, pad_slot_id, backend)
     _refuse_derivatives(tensors)
     if not _is_dynamo_compiling():
         refuse_mapped("selective_state_update", "state", *tensors)
         flops.announce()
-    return _op(*tensors, bool(dt_softplus), backend)  # type: ignore[no-any-return]
+    return _op(*tensors, bool(dt_softplus), pad_slot_id, backend)  # type: ignore[no-any-return]
+
+
+def _check_slots(tensors: tuple[Any, ...], pad_slot_id: Any) -> None:
+    every = Arguments(*tensors)
+    pad = as_index("pad_slot_id", pad_slot_id)
+    check_slots(
+        *(every.state, every.x, every.indices, every.dst_state, every.dst_indices),
+        *(every.cu_seqlens, every.num_accepted, pad),
+    )
 
 
 def describe(
@@ -138,14 +180,25 @@ def describe(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
     *,
+    dst_state: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
+    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    rand_seed: Tensor | None = None,
     backend: Backend = "auto",
 ) -> dict[str, KernelCall]:
     """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
-    tensors = state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices
-    if state_batch_indices is not None:
-        check_rows("state_batch_indices", state_batch_indices, state)
-    arguments = check(tensors, dt_softplus, backend)
-    return {"step": plans.make_kernel_call(arguments, dt_softplus)} if x.numel() else {}
+    tensors = (
+        *(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
+        *(dst_state, dst_state_batch_indices, rand_seed, cu_seqlens, num_accepted_tokens),
+    )
+    _check_slots(tensors, pad_slot_id)
+    arguments = check(tensors, dt_softplus, pad_slot_id, backend)
+    if not x.numel():
+        return {}
+    call = plans.make_kernel_call(arguments, dt_softplus, pad_slot_id)
+    return {call.problem.kernel: call}
 
 
 def _are_dense(tensors: tuple[Any, ...]) -> bool:
@@ -178,18 +231,20 @@ def _step_fake(*args: Any) -> Tensor:
 
 
 def _step_autograd(*args: Any) -> Any:
-    if has_tangents(*args[: _COUNT - 1]):
+    if has_tangents(*args[: Arguments._fields.index("indices")]):
         raise RuntimeError("selective_state_update has no derivative, and a tensor has a tangent")
     _refuse_derivatives(args[:_COUNT])
     with torch._C._AutoDispatchBelowAutograd():
         out = _op(*args)
-    torch.autograd.graph.increment_version(args[0])
+    dst_state = args[Arguments._fields.index("dst_state")]
+    torch.autograd.graph.increment_version(args[0] if dst_state is None else dst_state)
     return out
 
 
 _op = register(
     "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-    "Tensor? z, Tensor? dt_bias, Tensor? indices, bool softplus, str backend) -> Tensor",
+    "Tensor? z, Tensor? dt_bias, Tensor? indices, Tensor(b!)? dst_state, Tensor? dst_indices, Tensor? seed, "
+    "Tensor? cu_seqlens, Tensor? num_accepted, bool softplus, int pad_slot, str backend) -> Tensor",
     __name__,
     {"device": "_step", "Autograd": "_step_autograd", "Meta": "_step_fake"},
 )

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from scan_registry.kernels.selective_state_update.problem import StepProblem
 
 #: The kernel's pointers that are arguments, in their order.
-_ARGUMENTS = ("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices")
+_ARGUMENTS = (
+    *("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices"),
+    *("dst_state", "dst_indices", "seed", "cu_seqlens", "num_accepted"),
+)
 
 
 class SelectiveStateUpdate(Operator):
@@ -49,7 +52,7 @@ class SelectiveStateUpdate(Operator):
 
         named, out = without_heads(tensors), tensors["out"]
         arguments = tuple(named[name] for name in _ARGUMENTS)
-        result = plans.step(arguments, problem.softplus, "auto")
+        result = plans.step(arguments, problem.softplus, problem.pad_slot, "auto")
         assert out is not None
         out.copy_(result.view_as(out))
 

@@ -32,6 +32,8 @@ from scan_registry.runtime.loader import prepare, run_reference
 
 Plan = Callable[..., Tensor]
 
+#: The first of the tensors that servers add.
+_SERVED = Arguments._fields.index("dst_state")
 #: Tensors that are read in chunks by the aligned kernel.
 _CHUNKED = ("state", "A", "B", "C")
 
@@ -54,10 +56,12 @@ class KernelCall:
 def _strides(name: str, tensor: Tensor | None, state: Tensor) -> Sequence[int]:
     """By the kernel's dimensions."""
     dimensions = DIMENSIONS[name]
+    if name == "dst_state":
+        return (state if tensor is None else tensor).stride()[:1]
     if tensor is None:
         return (0,) * len(dimensions)
-    if name == "indices":
-        return tensor.stride()
+    if name in ("indices", "dst_indices"):
+        return (*tensor.stride(), 0)[:2]
     strides = list(tensor.stride())
     if name in "BC":
         if tensor.dim() == 2:
@@ -76,7 +80,9 @@ def _in_chunks(tensor: Tensor, count: int) -> bool:
     return along == 1 and all(n == 1 or stride * size % least == 0 for stride, n in sizes)
 
 
-def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -> KernelCall:
+def make_kernel_call(
+    arguments: Arguments, softplus: bool, pad_slot: int, addresses: int = 0
+) -> KernelCall:
     """What a step poses; ``addresses`` say how far all tensors are aligned, up to 16 bytes."""
     state, x = arguments.state, arguments.x
     named: dict[str, Any] = {
@@ -87,9 +93,13 @@ def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -
     heads = state.shape[1] if state.dim() == 4 else 1
     unit = 16 // state.element_size()
     formatted = (named[name] for name in FORMATTED)
+    columns = max(
+        tensor.shape[1] if tensor is not None and tensor.dim() == 2 else 0
+        for tensor in (arguments.indices, arguments.dst_indices)
+    )
     problem = StepProblem(
         dtype=dtype_name(state.dtype),
-        batch=x.shape[0],
+        batch=_batch(arguments),
         heads=heads,
         channels=state.shape[-2],
         states=state.shape[-1],
@@ -107,33 +117,62 @@ def make_kernel_call(arguments: Arguments, softplus: bool, addresses: int = 0) -
             for name in _CHUNKED
             if name != "A" or arguments.A.stride(-1) != 0
         ),
-        wide_indices=arguments.indices is not None and arguments.indices.dtype == torch.int64,
+        wide_indices=_is_wide(arguments.indices),
+        dst_slots=None if arguments.dst_state is None else arguments.dst_state.shape[0],
+        pad_slot=-1 if arguments.indices is None and arguments.dst_indices is None else pad_slot,
+        served=pad_slot >= 0 or columns > 0 or any(t is not None for t in arguments[_SERVED:]),
+        tokens=None if arguments.cu_seqlens is None else x.shape[0],
+        columns=max(1, columns),
+        every_token=_is_every_token(arguments),
+        wide_others=(
+            _is_wide(arguments.dst_indices),
+            _is_wide(arguments.cu_seqlens),
+            _is_wide(arguments.num_accepted),
+        ),
     )
     return KernelCall(problem)
+
+
+def _is_wide(integers: Tensor | None) -> bool:
+    return integers is not None and integers.dtype == torch.int64
+
+
+def _batch(arguments: Arguments) -> int:
+    """How many sequences there are."""
+    if arguments.cu_seqlens is not None:
+        return arguments.cu_seqlens.shape[0] - 1
+    return arguments.x.shape[0]
+
+
+def _is_every_token(arguments: Arguments) -> bool:
+    """Whether the states after each token are written, to slots of their own."""
+    slots = arguments.indices if arguments.dst_indices is None else arguments.dst_indices
+    return slots is not None and slots.dim() == 2
 
 
 # --- Running ----------------------------------------------------------------------------------
 
 
-def step(tensors: tuple[Tensor | None, ...], softplus: bool, backend: str) -> Tensor:
+def step(tensors: tuple[Tensor | None, ...], softplus: bool, pad_slot: int, backend: str) -> Tensor:
     """The output; the state is changed in place. Arguments are checked by the first call of their kind."""
-    out: Tensor = plan_cache.run(_plan, tensors, softplus, backend)
+    out: Tensor = plan_cache.run(_plan, tensors, softplus, pad_slot, backend)
     return out
 
 
 def _plan(*arguments: Any) -> Plan:
-    *tensors, softplus, backend = arguments
-    return _make_plan(check(tuple(tensors), softplus, backend), softplus, backend)[0]
+    *tensors, softplus, pad_slot, backend = arguments
+    checked = check(tuple(tensors), softplus, pad_slot, backend)
+    return _make_plan(checked, softplus, pad_slot, backend)[0]
 
 
 def _plan_fast(
     recorded: bool, tensors: tuple[Any, ...], options: tuple[Any, ...]
 ) -> FastLaunch | Plan | None:
-    softplus, backend = options
-    if recorded or type(softplus) is not bool:
+    softplus, pad_slot, backend = options
+    if recorded or type(softplus) is not bool or type(pad_slot) is not int:
         return None  # it is refused
-    arguments = check(tensors, softplus, backend)
-    plan, ready = _make_plan(arguments, softplus, backend)
+    arguments = check(tensors, softplus, pad_slot, backend)
+    plan, ready = _make_plan(arguments, softplus, pad_slot, backend)
     if ready is None or ready.launch is None:
         return plan
     out = torch.empty_like(arguments.x)
@@ -141,13 +180,17 @@ def _plan_fast(
     return launch_from_c(ready, range(len(arguments) + 1), results, plan) or plan
 
 
-def _make_plan(arguments: Arguments, softplus: bool, backend: Any) -> tuple[Plan, Prepared | None]:
+def _make_plan(
+    arguments: Arguments, softplus: bool, pad_slot: int, backend: Any
+) -> tuple[Plan, Prepared | None]:
     """The plan of a call, and what it launches, if it does."""
 
     def by_reference(*tensors: Any) -> Tensor:
         args = Arguments(*tensors)
         out = torch.empty_like(args.x)
-        return out.copy_(reference.step(*args[:-1], dt_softplus=softplus, indices=args.indices))
+        others = args._asdict()
+        others["dt_softplus"], others["pad_slot"] = softplus, pad_slot
+        return out.copy_(reference.step(**others))
 
     state = arguments.state
     in_torch = backend == "reference" or state.dtype not in COMPILED or arguments.x.numel() == 0
@@ -155,7 +198,7 @@ def _make_plan(arguments: Arguments, softplus: bool, backend: Any) -> tuple[Plan
         return by_reference, None
     ordinal = state.device.index
     addresses = addresses_of([getattr(arguments, name) for name in _CHUNKED])
-    call = make_kernel_call(arguments, softplus, addresses)
+    call = make_kernel_call(arguments, softplus, pad_slot, addresses)
     ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         decision = ready.decision

@@ -243,7 +243,8 @@ def selective_state_update(draw: Draw) -> Calls:
         (
             *(state, draw.tensor(*row), draw.tensor(*row), draw.tensor(*heads, D, N)),
             *(draw.tensor(*projection), draw.tensor(*projection), draw.perhaps(*heads, D)),
-            *(draw.perhaps(*row), draw.perhaps(*heads, D), indices, draw.flag(), draw.backend),
+            *(draw.perhaps(*row), draw.perhaps(*heads, D), indices, *[None] * 5),
+            *(draw.flag(), -1, draw.backend),
         ),
     )
 

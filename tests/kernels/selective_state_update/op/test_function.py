@@ -192,7 +192,7 @@ def test_empty(shape: Any) -> None:
 
 
 def positional(given: dict[str, Any], indices: Tensor | None = None) -> tuple[Any, ...]:
-    return (*(given.get(name) for name in TENSORS), indices)
+    return (*(given.get(name) for name in TENSORS), indices, *[None] * 5)
 
 
 @pytest.mark.parametrize("indices", [None, torch.tensor([2, -1])], ids=["rows", "indices"])
@@ -201,7 +201,7 @@ def test_opcheck(indices: Tensor | None) -> None:
     if indices is not None:
         given["state"] = torch.randn(3, 4, 3, 8)
     operator = torch.ops.scan_registry.selective_state_update.default
-    torch.library.opcheck(operator, (*positional(given, indices), True, "auto"))
+    torch.library.opcheck(operator, (*positional(given, indices), True, -1, "auto"))
 
 
 def test_the_operator_refuses_derivatives() -> None:
@@ -209,7 +209,7 @@ def test_the_operator_refuses_derivatives() -> None:
     tensors["A"].requires_grad_()
     operator = torch.ops.scan_registry.selective_state_update.default
     with pytest.raises(RuntimeError, match=r"no derivative.*no_grad"):
-        operator(*positional(tensors), False, "auto")
+        operator(*positional(tensors), False, -1, "auto")
 
 
 class TestStep(StepTests):
@@ -241,9 +241,9 @@ class TestStep(StepTests):
             "state_batch_indices has dtype float32; accepted are int32, int64",
         ),
         "shape of indices": (
-            {"state_batch_indices": torch.zeros(2, 1).int()},
+            {"state_batch_indices": torch.full((2, 1, 1), -1)},
             ValueError,
-            r"state_batch_indices has shape \(2, 1\); it must be \(batch,\)",
+            r"state_batch_indices has shape \(2, 1, 1\); it must be \(batch,\) or \(batch, tokens\)",
         ),
         "rank": (
             {"state": torch.zeros(6, 8)},

@@ -18,7 +18,9 @@ from scan_registry.kernels.selective_state_update.op.arguments import Arguments,
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.ops.launching import addresses_of
 
-(KERNEL,) = FAMILY.kernels
+KERNEL, _ = FAMILY.kernels
+#: What servers add.
+SERVED = dict.fromkeys(("dst_state", "dst_indices", "seed", "cu_seqlens", "num_accepted"))
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
@@ -39,6 +41,7 @@ def mamba(dtype: torch.dtype = torch.float32, slots: int = 3) -> dict[str, Any]:
         "z": xz[:, channels:],
         "dt_bias": torch.rand(channels),
         "indices": None,
+        **SERVED,
     }
 
 
@@ -56,6 +59,7 @@ def mamba_2(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
         "z": None,
         "dt_bias": torch.rand(heads, 1).expand(-1, channels),
         "indices": None,
+        **SERVED,
     }
 
 
@@ -121,7 +125,7 @@ def test_matches_plain_torch(
     expected = reference.step(*wide[:9], dt_softplus=softplus, indices=given.indices)
     chunked = (given.state, given.A, given.B, given.C)
     call = plans.make_kernel_call(
-        check(tuple(given), softplus, "auto"), softplus, addresses_of(chunked)
+        check(tuple(given), softplus, -1, "auto"), softplus, -1, addresses_of(chunked)
     )
     variant = best(KERNEL, call.problem)
     assert variant.text("access") == access
@@ -135,7 +139,7 @@ def test_matches_plain_torch(
 def test_tensors_that_offsets_of_32_bits_do_not_reach_are_not_aligned() -> None:
     given = Arguments(**mamba())
     far = torch.empty_strided((3, 24), (2**30, 1), device="meta")
-    call = plans.make_kernel_call(given._replace(x=far), False, 0)
+    call = plans.make_kernel_call(given._replace(x=far), False, -1, 0)
     assert call.problem.large
-    assert not plans.make_kernel_call(given, False, 0).problem.large
+    assert not plans.make_kernel_call(given, False, -1, 0).problem.large
     assert {variant.text("access") for variant in taken(KERNEL, call.problem)} == {"generic"}
