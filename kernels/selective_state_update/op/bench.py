@@ -25,12 +25,14 @@ KINDS = {
 }
 PASS = "step"
 _INPUTS = "bfloat16"
-#: Those of Mamba's and Mamba-2's blocks.
-USUAL = (
-    *(f"channels:{batch},5120,16:float32" for batch in (1, 64, 256)),
-    "channels:64,5120,16:bfloat16",
-    *(f"heads:{batch},64,64,128:float32" for batch in (1, 64, 256)),
-    "heads:64,64,64,128:bfloat16",
+_BATCHES = (1, 16, 64, 256)
+#: Those of Mamba's and Mamba-2's blocks, for one token of each sequence and for four.
+USUAL = tuple(
+    f"{kind}:{batch},{sizes}:{dtype}{tokens}"
+    for kind, sizes in (("channels", "8192,16"), ("heads", "128,64,128"))
+    for dtype in ("float32", "bfloat16")
+    for tokens, batches in (("", _BATCHES), (":tokens=4", (64,)))
+    for batch in batches
 )
 ON_CPU = ("channels:4,256,16:float32",)
 
@@ -39,7 +41,7 @@ ON_CPU = ("channels:4,256,16:float32",)
 class Case:
     """A step to time: ``channels:64,5120,16:float32`` or ``heads:64,64,64,128:float32``; batch, heads, channels of each
     and states, and the dtype of the state. Heads have one A, step size, bias and D each, as in Mamba-2. All but the
-    state, A, D and the bias are bfloat16, or what ``inputs`` says."""
+    state, A, D and the bias are bfloat16, or what ``inputs`` says. A sequence has so many ``tokens``."""
 
     family: ClassVar[str] = "selective_state_update"
     time: ClassVar[int] = 1
@@ -48,6 +50,7 @@ class Case:
     shape: tuple[int, ...]
     dtype: str
     inputs: str = _INPUTS
+    tokens: int = 1
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -56,20 +59,21 @@ class Case:
             kind, sizes, dtype, *options = text.split(":")
             shape = tuple(map(int, sizes.split(",")))
             chosen = dict(option.split("=") for option in options)
-            inputs = chosen.pop("inputs", _INPUTS)
-            fits = len(shape) == len(KINDS[kind]) and min(shape) > 0 and shape[-1] <= MOST_STATES
+            inputs, tokens = chosen.pop("inputs", _INPUTS), int(chosen.pop("tokens", "1"))
+            fits = len(shape) == len(KINDS[kind]) and min(*shape, tokens) > 0
+            fits = fits and shape[-1] <= MOST_STATES
             if chosen or not fits or {dtype, inputs} - {*DTYPES}:
                 raise ValueError
         except (KeyError, ValueError):
             raise ValueError(
-                f"the case is {text!r}; expected kind:sizes:dtype, and perhaps :inputs=DTYPE, where sizes of "
+                f"the case is {text!r}; expected kind:sizes:dtype, and perhaps :inputs=DTYPE or :tokens=N, where sizes of "
                 f"channels are batch,channels,states, of heads batch,heads,channels,states, states at most "
                 f"{MOST_STATES}, and dtypes {', '.join(DTYPES)}"
             ) from None
-        return cls(kind, shape, dtype, inputs)
+        return cls(kind, shape, dtype, inputs, tokens)
 
     def __str__(self) -> str:
-        options = f":{self.options.replace(' ', '=')}" if self.options else ""
+        options = "".join(f":{option.replace(' ', '=')}" for option in self._options())
         return f"{self.kind}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
 
     @property
@@ -78,7 +82,11 @@ class Case:
 
     @property
     def options(self) -> str:
-        return "" if self.inputs == _INPUTS else f"inputs {self.inputs}"
+        return ", ".join(self._options())
+
+    def _options(self) -> tuple[str, ...]:
+        inputs = () if self.inputs == _INPUTS else (f"inputs {self.inputs}",)
+        return inputs if self.tokens == 1 else (*inputs, f"tokens {self.tokens}")
 
     @property
     def group(self) -> str:
@@ -103,6 +111,7 @@ class Case:
         import torch
 
         batch, *channels, states = self.shape
+        batch *= self.tokens
         inputs = getattr(torch, self.inputs)
 
         def drawn(*shape: int, dtype: torch.dtype = inputs) -> Tensor:
@@ -122,6 +131,15 @@ class Case:
         )
         return state, drawn(*of_row), dt, decay, *through, skip, drawn(*of_row), bias
 
+    def cu_seqlens(self, device: torch.device | str) -> Tensor | None:
+        """The bounds of sequences that have several tokens."""
+        import torch
+
+        if self.tokens == 1:
+            return None
+        bounds = torch.arange(self.shape[0] + 1, dtype=torch.int32, device=device)
+        return bounds * self.tokens
+
 
 @dataclass(frozen=True)
 class MambaSSM:
@@ -131,7 +149,7 @@ class MambaSSM:
     captured: ClassVar[bool] = True
 
     def refusal(self, case: Case) -> str | None:
-        return None
+        return None if case.tokens == 1 else "it takes one token of each sequence"
 
     def kernel_call(
         self, case: Case, direction: str, device: torch.device
@@ -145,17 +163,17 @@ class MambaSSM:
 
 
 class StepBenchmark(Benchmark):
-    """Steps of Mamba and Mamba-2 with all options but indices."""
+    """Steps of Mamba and Mamba-2, of one token or of several, in place of the states."""
 
     case_type, usual = Case, (USUAL, ON_CPU)
     subject = "steps of selective scans"
     description = (
-        "Times one step of a selective scan in place of its state, with D, z, a bias and softplus, and the package "
-        "mamba-ssm beside it where that is installed. Inputs are bfloat16."
+        "Times one step of a selective scan, or one for each of a few tokens, in place of its state, with D, z, a bias and "
+        "softplus, and the package mamba-ssm beside one step where that is installed. Inputs are bfloat16."
     )
     case_help = (
         "channels:batch,channels,states:dtype or heads:batch,heads,channels,states:dtype, where the dtype is that of "
-        "the state, and to which :inputs=DTYPE may be added; may repeat. Default: sizes of Mamba's blocks"
+        "the state, and to which :inputs=DTYPE and :tokens=N may be added; may repeat. Default: sizes of Mamba's blocks"
     )
     columns = ("kind", "sizes~", "dtype")
     passes = (PASS,)
@@ -165,8 +183,9 @@ class StepBenchmark(Benchmark):
         from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 
         state, x, dt, A, B, C, D, z, bias = case.tensors(device)
+        bounds = case.cu_seqlens(device)
         return lambda: selective_state_update(
-            state, x, dt, A, B, C, D, z, bias, dt_softplus=True, backend=backend
+            *(state, x, dt, A, B, C, D, z, bias, True), cu_seqlens=bounds, backend=backend
         )
 
     def baselines(self, device: torch.device) -> Sequence[Baseline]:

@@ -103,6 +103,121 @@ def test_graphs_record_it() -> None:
     assert torch.equal(given["state"], after)
 
 
+# --- As servers call it -----------------------------------------------------------------------
+
+
+def drafted(
+    channels: tuple[int, ...], states: int, tied: bool, of_state: torch.dtype
+) -> dict[str, Any]:
+    """Four sequences of up to three tokens in a pool of 16 slots, and another pool that is written."""
+    given = drawn(8, channels, states, 1, tied, torch.bfloat16, of_state)
+    given["state"] = torch.randn(16, *channels, states, device="cuda").to(of_state)
+    given["dst_state"] = torch.randn(18, *channels, states, device="cuda").to(of_state)
+    slots = torch.randperm(16, device="cuda")[:12].view(4, 3)
+    targets = torch.randperm(18, device="cuda")[:12].view(4, 3)
+    slots[1, 1] = targets[0, 2] = targets[3, 0] = -1
+    return given | {
+        "state_batch_indices": slots,
+        "dst_state_batch_indices": targets,
+        "num_accepted_tokens": torch.tensor([3, 2, 0, 1], device="cuda"),
+        "cu_seqlens": torch.tensor([0, 3, 5, 5, 8], device="cuda"),
+        "dt_softplus": True,
+    }
+
+
+def expected_of(call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and both pools after a call, in float64."""
+    wide = {name: t.double() if name in (*TENSORS, "dst_state") else t for name, t in call.items()}
+    names = {
+        "state_batch_indices": "indices",
+        "dst_state_batch_indices": "dst_indices",
+        "num_accepted_tokens": "num_accepted",
+    }
+    out = reference.step(**{names.get(name, name): t for name, t in wide.items()})
+    return out, wide["state"], wide["dst_state"]
+
+
+#: Channels with their heads, states, and whether A, dt, D and dt_bias are one number for each head; the last is misaligned.
+SERVED = (((4, 64), 128, True), ((512,), 16, False), ((4, 24), 256, True), ((7,), 5, False))
+
+
+@pytest.mark.parametrize("of_state", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_drafts_match_the_reference(shape: Any, of_state: torch.dtype) -> None:
+    call = drafted(*shape, of_state)
+    expected = expected_of(call)
+    out = selective_state_update(**call)
+    assert relative_error(out, expected[0]) <= TOLERANCE[torch.bfloat16]
+    for pool, exact in zip((call["state"], call["dst_state"]), expected[1:], strict=True):
+        assert relative_error(pool, exact) <= TOLERANCE[of_state]
+
+
+@pytest.mark.parametrize("of_state", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_at_random_is_that_of_the_reference(of_state: torch.dtype) -> None:
+    """But where float32 of the GPU and of torch differ in the last bit."""
+    call = drafted((4, 64), 128, True, of_state)
+    call["rand_seed"] = torch.tensor([2**40 + 17], device="cuda")
+    twin = call | {"dst_state": call["dst_state"].clone()}
+    selective_state_update(**call)
+    selective_state_update(**twin, backend="reference")
+    assert (call["dst_state"] != twin["dst_state"]).float().mean() < 1e-3
+    nearest = call | {"dst_state": call["dst_state"].clone(), "rand_seed": None}
+    selective_state_update(**nearest)
+    assert (call["dst_state"] != nearest["dst_state"]).float().mean() > 0.02
+
+
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_slots_change_between_replays_of_a_graph(shape: Any) -> None:
+    """And bounds, and numbers of accepted tokens."""
+    call = drafted(*shape, torch.float32)
+    changing = (
+        "state_batch_indices",
+        "dst_state_batch_indices",
+        "num_accepted_tokens",
+        "cu_seqlens",
+    )
+    selective_state_update(**call)  # what is loaded the first time
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = selective_state_update(**call)
+    for bounds in ([0, 1, 2, 3, 8], [0, 0, 0, 8, 8], [0, 2, 4, 6, 8]):
+        call["state_batch_indices"].copy_(torch.randperm(16, device="cuda")[:12].view(4, 3))
+        call["dst_state_batch_indices"].copy_(torch.randperm(18, device="cuda")[:12].view(4, 3))
+        call["num_accepted_tokens"].copy_(torch.randint(0, 4, (4,)))
+        call["cu_seqlens"].copy_(torch.tensor(bounds))
+        expected = expected_of(
+            call | {name: call[name].clone() for name in (*changing, "state", "dst_state")}
+        )
+        graph.replay()
+        assert relative_error(out, expected[0]) <= TOLERANCE[torch.bfloat16]
+        assert relative_error(call["dst_state"], expected[2]) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("shape", SERVED, ids=str)
+def test_nothing_outside_of_the_pools_is_written(shape: Any) -> None:
+    """With slots, bounds and numbers that are out of range."""
+    call = drafted(*shape, torch.float32)
+    memories = []
+    for name in ("state", "dst_state"):
+        memory = torch.full((3, *call[name].shape), 12345.0, device="cuda")
+        call[name] = memory[1].copy_(call[name])
+        memories.append(memory)
+    call["state_batch_indices"][2:] = torch.tensor([[2**40, 16, -9], [3, 4, 5]], device="cuda")
+    call["dst_state_batch_indices"][3] = torch.tensor([18, 2**40, 7], device="cuda")
+    call["num_accepted_tokens"].copy_(torch.tensor([3, 2**40, -(2**40), 1]))
+    call["cu_seqlens"].copy_(torch.tensor([-(2**40), 3, 4, 5, 2**40]))
+    before = [memory.clone() for memory in memories]
+    out = selective_state_update(**call)
+    assert (out[4] == 0).all()
+    assert torch.equal(memories[0], before[0])
+    assert torch.equal(memories[1][[0, 2]], before[1][[0, 2]])
+    targets = call["dst_state_batch_indices"]
+    allowed = {*targets[0].tolist(), *targets[1].tolist(), 7}
+    changed = (memories[1][1] != before[1][1]).flatten(1).any(1).nonzero().flatten().tolist()
+    assert {*changed} <= allowed
+    assert 7 in changed
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 def test_linear_scan_step_is_one_launch(narrow: bool) -> None:
     """Rounded once, for states of the inputs' dtype and wider ones."""
