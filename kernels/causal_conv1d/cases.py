@@ -24,6 +24,7 @@ from scan_registry.kernels.causal_conv1d.problem import (
     Strides,
     UpdateProblem,
 )
+from scan_registry.kernels.causal_conv1d.reference import UpdateRows
 from scan_registry.kernels.causal_conv1d.spec import DIRECTIONS, FAMILY, LAYOUTS, pieces
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
@@ -189,54 +190,42 @@ class Trial(cases.RandomTrial[Setting]):
         return Case(ReductionProblem("float32", 37 * batch, channels, width), tensors, expected)
 
     def _update(self, aligned: bool) -> Case:
-        """Of the first steps of the trial; with a ring and rows by number unless ``aligned``."""
+        """Of the first steps of the trial; unless ``aligned``, with rows by number, of packed sequences, of drafts or of
+        rings, by the setting."""
+        setting, packed = self.setting, bool(self.setting.sequences) and not aligned
         batch, channels, time = self.shape
-        setting = self.setting
-        x = there(self.inputs["x"])[..., : 1 if aligned else min(3, time)]
+        x = there(self.inputs["x"])[..., : 1 if aligned else 30 if packed else min(3, time)]
         x = _placed(x, "time_last", aligned)
-        steps, slots, device = x.shape[2], batch + 2, x.device
+        steps, device = x.shape[2], x.device
+        sequences = setting.sequences if packed else batch
         # Inputs of Mamba's states lie together by four.
-        length = setting.width + 2
-        if aligned:
-            length = 4 if setting.width == 4 else setting.width - 1
-        rows = batch if aligned else slots
-        state = torch.randn(rows, channels, length).to(x.dtype).to(device)
+        length = (4 if setting.width == 4 else setting.width - 1) if aligned else setting.width + 2
+        slots = sequences if aligned else 2 * sequences + 2
+        state = torch.randn(slots, channels, length).to(x.dtype).to(device)
         if not aligned:
             state = state.transpose(1, 2).contiguous().transpose(1, 2)
-        positions = indices = None
-        if not aligned:
-            positions = torch.randint(0, 50, (batch,), dtype=torch.int32).to(device)
-            order = torch.randperm(slots)[:batch]
-            order[0] = -1
-            indices = order.to(torch.int32).to(device)
+        rows = UpdateRows() if aligned else self._rows(sequences, slots, steps, packed, device)
         weight, bias = self.inputs["weight"], self.inputs["bias"]
         after = state.double()
-        y = reference.update(
-            x.double(),
-            after,
-            there(weight).double(),
-            None if bias is None else bias.double(),
-            positions,
-            indices,
-            setting.silu,
-        )
+        filters = there(weight).double(), None if bias is None else bias.double()
+        y = reference.update(x.double(), after, *filters, rows, setting.silu)
         out = _placed(torch.full_like(x, torch.nan), "time_last", True)
         tensors = {
             "x": x,
             "state": state.clone(),
             "weight": _copy(weight),
             "bias": _copy(bias),
-            "positions": positions,
-            "indices": indices,
+            **{name: getattr(rows, name) for name in rows._fields[:-1]},
             "y": out,
         }
+        bounds = rows.cu_seqlens
         problem = UpdateProblem(
             dtype=self.dtype,
             batch=batch,
             channels=channels,
             time=steps,
             width=setting.width,
-            slots=rows,
+            slots=slots,
             length=length,
             strides=(
                 Strides(*x.stride()),
@@ -245,8 +234,36 @@ class Trial(cases.RandomTrial[Setting]):
             ),
             silu=setting.silu,
             wide_weights=setting.wide and self.dtype != "float32",
+            sequences=sequences if packed else 0,
+            pad_slot_id=rows.pad_slot_id,
+            wide_bounds=bounds is not None and bounds.dtype == torch.int64,
         )
         return Case(problem, tensors, {"y": y, "state": after})
+
+    def _rows(
+        self, sequences: int, slots: int, steps: int, packed: bool, device: torch.device
+    ) -> UpdateRows:
+        """Rows by number, of which the first, or the one of ``pad_slot_id``, is none. Rings, rows of drafts and neither."""
+        setting = self.setting
+        order = torch.randperm(slots).to(torch.int32)
+        indices, destinations = order[:sequences].clone(), order[sequences : 2 * sequences].clone()
+        by_ring = not packed and not (setting.starts and setting.ends)
+        drafts = not by_ring and setting.width % 2 == 0
+        padding = -1 if by_ring else int(indices[0])
+        if by_ring:
+            indices[0] = -1
+        else:
+            destinations[-1] = -1
+        inner = torch.randint(0, steps + 1, (sequences,)).sort().values
+        bounds = torch.cat([inner.new_zeros(1), inner])
+        numbers: dict[str, Tensor | None] = {
+            "positions": torch.randint(0, 50, (sequences,)).to(torch.int32) if by_ring else None,
+            "indices": indices,
+            "destinations": None if by_ring else destinations,
+            "cu_seqlens": bounds.to(torch.int32 if drafts else torch.int64) if packed else None,
+            "accepted": torch.randint(1, 5, (sequences,)).to(torch.int32) if drafts else None,
+        }
+        return UpdateRows(**on_device(numbers, device), pad_slot_id=padding)
 
 
 def _most_pieces(kernel: str, problem: ConvProblem) -> int:

@@ -219,9 +219,12 @@ class ReductionProblem:
 class UpdateProblem:
     """A few steps of each sequence, with a state that is changed in place.
 
-    slots    rows of the state
-    length   inputs that the state has of each channel
-    strides  of x, the state (whose batch is the slot) and y
+    slots        rows of the state
+    length       inputs that the state has of each channel
+    strides      of x, the state (whose batch is the slot) and y
+    sequences    how many are packed along the time of the one batch; 0 if none are
+    pad_slot_id  an index of a row that stands for no row
+    wide_bounds  whether cu_seqlens are of 64 bits
     """
 
     dtype: str
@@ -234,6 +237,9 @@ class UpdateProblem:
     strides: tuple[Strides, ...]
     silu: bool = False
     wide_weights: bool = False
+    sequences: int = 0
+    pad_slot_id: int = -1
+    wide_bounds: bool = False
 
     @property
     def kernel(self) -> str:
@@ -243,9 +249,10 @@ class UpdateProblem:
         """Every integer parameter of the kernel, by name."""
         sizes = ("channels", "time", "width", "slots", "length")
         values = {
-            "batches": self.batch,
+            "sequences": self.sequences or self.batch,
             **{name: getattr(self, name) for name in sizes},
-            "flags": int(self.silu) + 2 * int(self.wide_weights),
+            "pad_slot": self.pad_slot_id,
+            "flags": int(self.silu) + 2 * int(self.wide_weights) + 4 * int(self.wide_bounds),
         }
         for name, first, strides in zip(
             ("x", "state", "y"), ("batch", "slot", "batch"), self.strides, strict=True

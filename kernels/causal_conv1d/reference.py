@@ -6,7 +6,8 @@ is formed for one j at a time. Shapes are those of ``problem.py``; ``state`` is 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -258,40 +259,114 @@ def _packed_back(
     return x_grad, state_grad
 
 
+class UpdateRows(NamedTuple):
+    """Which rows of a state sequences read and write, and how the rows are laid out.
+
+    positions     how many inputs came before, of rows that are rings
+    indices       the row that each sequence reads; that of its own number if None
+    destinations  the row that each sequence writes; the one that it reads if None
+    cu_seqlens    bounds of sequences that are packed along the time of one batch
+    accepted      how many of the last call's steps count, of rows that keep drafts
+    pad_slot_id   an index that stands for no row, as negative ones do
+    """
+
+    positions: Tensor | None = None
+    indices: Tensor | None = None
+    destinations: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    accepted: Tensor | None = None
+    pad_slot_id: int = -1
+
+    def alone(self, number: int, device: Any) -> UpdateRows:
+        """Those of one packed sequence, by itself."""
+
+        def own(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[number : number + 1]
+
+        indices = own(self.indices)
+        if indices is None:
+            indices = torch.tensor([number], device=device)
+        positions, destinations, accepted = map(
+            own, (self.positions, self.destinations, self.accepted)
+        )
+        return UpdateRows(
+            positions, indices, destinations, accepted=accepted, pad_slot_id=self.pad_slot_id
+        )
+
+    def of(self, indices: Tensor | None, sequences: int, slots: int, device: Any) -> Tensor:
+        """Row numbers, -1 where there is none."""
+        if indices is None:
+            return torch.arange(sequences, device=device)
+        rows = indices.long()
+        return rows.masked_fill((rows < 0) | (rows >= slots) | (rows == self.pad_slot_id), -1)
+
+
 def update(
     x: Tensor,
     state: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    positions: Tensor | None,
-    indices: Tensor | None,
+    rows: UpdateRows,
     silu: bool,
 ) -> Tensor:
-    """y for the steps of x, (B, D, T); ``state``, (slots, D, length), is changed in place."""
+    """y for the steps of x, (B, D, T); ``state``, (slots, D, length), is changed in place. With ``cu_seqlens``, which are
+    read, x is (1, D, T)."""
+    if rows.cu_seqlens is None:
+        return _update(x, state, weight, bias, rows, silu)
+    y, bounds = torch.zeros_like(x), rows.cu_seqlens.tolist()
+    before = state.clone()
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+        if start == end:
+            continue
+        own = rows.alone(number, x.device)
+        part = x[..., start:end]
+        y[..., start:end] = _update(part, state, weight, bias, own, silu, before)
+    return y
+
+
+def _update(
+    x: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    how: UpdateRows,
+    silu: bool,
+    before: Tensor | None = None,
+) -> Tensor:
+    """Likewise, of sequences of one length each. They read ``before``, or else the state."""
     compute, width, (batch, channels, time) = compute_dtype(x.dtype), weight.shape[1], x.shape
-    length, device = state.shape[2], x.device
-    rows = torch.arange(batch, device=device) if indices is None else indices.long()
-    there = (rows >= 0) & (rows < state.shape[0])
-    rows = rows.clamp(0, state.shape[0] - 1)
-    states = state[rows]
+    slots, _, length = state.shape
+    device = x.device
+    rows = how.of(how.indices, batch, slots, device)
+    there = rows >= 0
+    states = (state if before is None else before)[rows.clamp(min=0)]
     ages = torch.arange(1 - width, 0, device=device)
-    first = states.new_full((batch,), length, dtype=torch.long)
-    if positions is not None:
-        first = positions.long()
-    at = (first.unsqueeze(1) + ages).remainder(length).unsqueeze(1).expand(-1, channels, -1)
+    following = states.new_full((batch,), length, dtype=torch.long)
+    if how.positions is not None:
+        following = how.positions.long()
+    elif how.accepted is not None:
+        following = how.accepted.long().clamp(1, length - width + 2) + width - 2
+    at = (following.unsqueeze(1) + ages).remainder(length).unsqueeze(1).expand(-1, channels, -1)
     taps = _Taps(x.to(compute), states.gather(2, at).to(compute), width, Runs())
     pre = _convolved(taps, weight.to(compute), _wide(bias, compute))
     y = (functional.silu(pre) if silu else pre).to(x.dtype)
     y = torch.where(there.view(-1, 1, 1), y, torch.zeros_like(y))
-    kept = min(time, length)
-    if positions is None:
+    written = rows if how.destinations is None else how.of(how.destinations, batch, slots, device)
+    stored = there & (written >= 0)
+    if how.accepted is not None:
+        history = states.gather(2, at[..., 1:])
+        entering = torch.cat([history, x], 2)[..., :length]
+        left = state[written.clamp(min=0)][..., entering.shape[2] :]
+        new = torch.cat([entering, left], 2)
+    elif how.positions is None:
         new = torch.cat([states, x], 2)[..., time:]
     else:
+        kept = min(time, length)
         steps = torch.arange(time - kept, time, device=device)
-        at = (first.unsqueeze(1) + steps).remainder(length).unsqueeze(1).expand(-1, channels, -1)
-        new = states.scatter(2, at, x[..., time - kept :])
-    if indices is None:
+        at = (following.unsqueeze(1) + steps).remainder(length)
+        new = states.scatter(2, at.unsqueeze(1).expand(-1, channels, -1), x[..., time - kept :])
+    if how.indices is None and how.destinations is None:
         state.copy_(new)
     else:
-        state.index_copy_(0, rows[there], new[there])
+        state.index_copy_(0, written[stored], new[stored])
     return y

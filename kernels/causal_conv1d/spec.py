@@ -211,7 +211,8 @@ def _update_accepts(variant: model.Variant, problem: UpdateProblem) -> str | Non
 
 
 def _update_launch(variant: model.Variant, problem: UpdateProblem, sm_count: int) -> model.Launch:
-    ctas = ceil_div(problem.batch * problem.channels, 32 * variant.number("warps"))
+    rows = (problem.sequences or problem.batch) * problem.channels
+    ctas = ceil_div(rows, 32 * variant.number("warps"))
     return model.Launch((ctas, 1, 1), problem.scalars())
 
 
@@ -220,9 +221,12 @@ _UPDATE = model.Kernel(
     name="update",
     language="cuda",
     parameters=_signature(
-        ("x", "state", "weight", "bias", "positions", "indices", "y"),
         (
-            *("batches", "channels", "time", "width", "slots", "length"),
+            *("x", "state", "weight", "bias", "positions", "indices"),
+            *("destinations", "cu_seqlens", "accepted", "y"),
+        ),
+        (
+            *("sequences", "channels", "time", "width", "slots", "length", "pad_slot"),
             *("x_batch", "x_channel", "x_time"),
             *("state_slot", "state_channel", "state_time"),
             *("y_batch", "y_channel", "y_time"),

@@ -13,6 +13,7 @@ from torch import Tensor
 from scan_registry.base.symbols import numbers, same_shape, surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.causal_conv1d.problem import WIDTHS
+from scan_registry.kernels.causal_conv1d.reference import UpdateRows
 from scan_registry.ops.checks import (
     as_bool,
     check_cu_seqlens,
@@ -178,15 +179,31 @@ def normalised(
     return arguments, Options(silu, final, backend)
 
 
+class UpdateOptions(NamedTuple):
+    """The arguments of an update that are no tensors."""
+
+    silu: bool = False
+    backend: str = "auto"
+    pad_slot_id: int = -1
+
+
 class UpdateArguments(NamedTuple):
-    """Tensors as the update's operator takes them; x is (B, D, T)."""
+    """Tensors as the update's operator takes them; x is (B, D, T), or with cu_seqlens (1, D, T)."""
 
     x: Tensor
     state: Tensor
     weight: Tensor
     bias: Tensor | None
-    positions: Tensor | None
-    indices: Tensor | None
+    positions: Tensor | None = None
+    indices: Tensor | None = None
+    destinations: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    accepted: Tensor | None = None
+
+    def rows(self, pad_slot_id: int) -> UpdateRows:
+        """As the reference takes them."""
+        positions, indices, destinations, cu_seqlens, accepted = self[4:]
+        return UpdateRows(positions, indices, destinations, cu_seqlens, accepted, pad_slot_id)
 
 
 def update_arguments(
@@ -196,50 +213,113 @@ def update_arguments(
     bias: Any,
     cache_seqlens: Any,
     conv_state_indices: Any,
+    dst_conv_state_indices: Any,
+    cu_seqlens: Any,
+    num_accepted_tokens: Any,
     activation: Any,
+    pad_slot_id: Any,
     backend: Any,
-) -> tuple[UpdateArguments, Options]:
+) -> tuple[UpdateArguments, UpdateOptions]:
     """The tensors of ``causal_conv1d_update`` in their usual forms, checked, and its options."""
     silu = as_silu(activation)
+    if type(pad_slot_id) is not int:
+        raise TypeError(f"pad_slot_id must be an int, not {type(pad_slot_id).__name__}")
     check_tensor("x", x, ACCEPTED, x)
+    steps = _steps_of(x, cu_seqlens)
+    _check_backend(backend, x)
+    channels = numbers(steps.shape)[1]
+    weight, bias = _filters(x, channels, weight, bias)
+    sequences = numbers(steps.shape)[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    by_index = conv_state_indices is not None
+    _check_conv_state(conv_state, x, channels, sequences, weight.shape[1] - 1, by_index)
+    numbered = {
+        "cache_seqlens": cache_seqlens,
+        "conv_state_indices": conv_state_indices,
+        "dst_conv_state_indices": dst_conv_state_indices,
+        "num_accepted_tokens": num_accepted_tokens,
+    }
+    positions, indices, destinations, accepted = (
+        _as_int32(name, value, x, sequences) for name, value in numbered.items()
+    )
+    _check_drafts(steps, conv_state, weight.shape[1], numbered, cu_seqlens is not None)
+    arguments = UpdateArguments(
+        *(steps, conv_state, weight.contiguous(), bias),
+        *(positions, indices, destinations),
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        accepted,
+    )
+    return arguments, UpdateOptions(silu, backend, pad_slot_id)
+
+
+def _steps_of(x: Tensor, cu_seqlens: Any) -> Tensor:
+    """The inputs of an update as (batch, channels, steps)."""
+    if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens, _INTEGERS, x)
+        if x.dim() != 2:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; with cu_seqlens, it must be (tokens, channels)"
+            )
+        check_cu_seqlens(cu_seqlens, numbers(x.shape)[0], whole=False)
+        return x.t().unsqueeze(0)
     if x.dim() not in (2, 3):
         raise ValueError(
             f"x has shape {tuple(x.shape)}; it must be (batch, channels) or (batch, channels, steps)"
         )
-    _check_backend(backend, x)
-    batch, channels = numbers(x.shape)[:2]
-    weight, bias = _filters(x, channels, weight, bias)
+    return x if x.dim() == 3 else x.unsqueeze(-1)
+
+
+def _check_conv_state(
+    conv_state: Any, x: Tensor, channels: Any, sequences: Any, least: int, by_index: bool
+) -> None:
+    """``least`` is how many inputs of each channel it has to hold, and ``by_index`` whether sequences name their rows."""
     check_tensor("conv_state", conv_state, ACCEPTED, x)
     if conv_state.dtype != x.dtype:
         raise TypeError(
             f"conv_state has dtype {_name(conv_state.dtype)}, x {_name(x.dtype)}; it is changed in place, so "
             "both must be of one dtype"
         )
-    least = weight.shape[1] - 1
     if (
         conv_state.dim() != 3
         or surely(conv_state.shape[1] != channels)
         or surely(conv_state.shape[2] < least)
-        or (conv_state_indices is None and surely(conv_state.shape[0] != batch))
+        or (not by_index and surely(conv_state.shape[0] != sequences))
     ):
-        first = "batch" if conv_state_indices is None else "slots"
+        first = "slots" if by_index else "batch"
         raise ValueError(
             f"conv_state has shape {tuple(conv_state.shape)}; it must be ({first}, channels, inputs), with "
             f"{least} inputs at least, and x is of shape {tuple(x.shape)}"
         )
     refuse_shared_elements("conv_state", conv_state)
-    numbered = {"cache_seqlens": cache_seqlens, "conv_state_indices": conv_state_indices}
-    numbered_as_int32: list[Tensor | None] = []
-    for name, value in numbered.items():
-        if value is None:
-            numbered_as_int32.append(None)
-            continue
-        check_tensor(name, value, _INTEGERS, x)
-        check_shape(name, value, (batch,), "(batch,)")
-        # Below zero and beyond int32 there is no row; the conversion must not make one of them.
-        rows = name == "conv_state_indices" and value.dtype == torch.int64
-        narrowed = value.clamp(-1, 2**31 - 1) if rows else value
-        numbered_as_int32.append(narrowed.to(torch.int32).contiguous())
-    steps = x if x.dim() == 3 else x.unsqueeze(-1)
-    arguments = UpdateArguments(steps, conv_state, weight.contiguous(), bias, *numbered_as_int32)
-    return arguments, Options(silu, False, backend)
+
+
+def _as_int32(name: str, value: Any, x: Tensor, sequences: Any) -> Tensor | None:
+    """Numbers of sequences, checked."""
+    if value is None:
+        return None
+    check_tensor(name, value, _INTEGERS, x)
+    check_shape(name, value, (sequences,), "(batch,)")
+    # Below zero and beyond int32 there is no row; the conversion must not make one of them.
+    rows = name.endswith("conv_state_indices") and value.dtype == torch.int64
+    narrowed: Tensor = value.clamp(-1, 2**31 - 1) if rows else value
+    return narrowed.to(torch.int32).contiguous()
+
+
+def _check_drafts(
+    steps: Tensor, conv_state: Tensor, width: int, numbered: dict[str, Any], packed: bool
+) -> None:
+    """Refuse options that contradict each other, and rows with too few inputs for drafts."""
+    others = ("num_accepted_tokens", "dst_conv_state_indices")
+    for name in others:
+        if numbered["cache_seqlens"] is not None and numbered[name] is not None:
+            raise ValueError(
+                f"{name} does not go with cache_seqlens: a ring is changed where it stands, and to take drafts back is to "
+                "count fewer inputs"
+            )
+    if numbered["num_accepted_tokens"] is None or packed:
+        return
+    most = conv_state.shape[2] - width + 2
+    if surely(steps.shape[2] > most):
+        raise ValueError(
+            f"conv_state has {conv_state.shape[2]} inputs of each channel; with num_accepted_tokens, {steps.shape[2]} steps "
+            f"of a filter of width {width} take {steps.shape[2] + width - 2}"
+        )

@@ -21,6 +21,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
     Arguments,
     Options,
     UpdateArguments,
+    UpdateOptions,
     normalised,
     update_arguments,
 )
@@ -163,10 +164,17 @@ def call_update(tensors: tuple[Any, ...], request: tuple[Any, ...]) -> Tensor:
             increment_version(tensors[1])
             return y
     y = update(*update_arguments(*tensors, *request))
-    return y.squeeze(-1) if tensors[0].dim() == 2 else y
+    return _in_shape_of_x(y, tensors[0].dim() == 2, packed=tensors[7] is not None)
 
 
-def update(arguments: UpdateArguments, options: Options) -> Tensor:
+def _in_shape_of_x(y: Tensor, flat: bool, packed: bool) -> Tensor:
+    """In the shape of the x that the public function took."""
+    if packed:
+        return y.squeeze(0).t()
+    return y.squeeze(-1) if flat else y
+
+
+def update(arguments: UpdateArguments, options: UpdateOptions) -> Tensor:
     """Likewise, of ``update_arguments``."""
     if not _is_compiling() and unobserved(*arguments):
         y = plans.update(arguments, options)
@@ -175,7 +183,10 @@ def update(arguments: UpdateArguments, options: Options) -> Tensor:
     if not _is_compiling():
         flops.announce()
         refuse_mapped("causal_conv1d_update", "conv_state", *arguments)
-    return _update_op(*arguments, options.silu, options.backend)  # type: ignore[no-any-return]
+    rows = arguments[6:]
+    return _update_op(  # type: ignore[no-any-return]
+        *arguments[:6], options.silu, options.backend, *rows, options.pad_slot_id
+    )
 
 
 def _plan_update(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., Any] | None:
@@ -183,6 +194,8 @@ def _plan_update(recorded: bool, tensors: Tensors, options: Tensors) -> Callable
     if recorded or any(one is not two for one, two in zip(arguments[1:], tensors[1:], strict=True)):
         return None
     run = plans.plan_update(*arguments, how)
+    if arguments.cu_seqlens is not None:
+        return lambda x, *others: run(x.t().unsqueeze(0), *others).squeeze(0).t()
     if tensors[0].dim() == 2:
         return lambda x, *others: run(x.unsqueeze(-1), *others).squeeze(-1)
     return run
@@ -192,7 +205,11 @@ _fast_update = fast_path(_plan_update)
 
 
 def _update(*args: Any) -> Tensor:
-    return plans.update(UpdateArguments(*args[:6]), Options(args[6], False, args[7]))
+    # Arguments at their defaults do not come.
+    rest = args[8:] + (None, None, None, -1)[len(args) - 8 :]
+    tensors, (silu, backend), (*rows, pad_slot_id) = args[:6], args[6:8], rest
+    arguments = UpdateArguments._make([*tensors, *rows])
+    return plans.update(arguments, UpdateOptions(silu, backend, pad_slot_id))
 
 
 def _update_fake(*args: Any) -> Tensor:
@@ -209,7 +226,8 @@ def _update_autograd(*args: Any) -> Any:
 
 _update_op = register(
     "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, Tensor? positions, "
-    "Tensor? indices, bool silu, str backend) -> Tensor",
+    "Tensor? indices, bool silu, str backend, Tensor? destinations=None, Tensor? cu_seqlens=None, "
+    "Tensor? accepted=None, int pad_slot_id=-1) -> Tensor",
     __name__,
     {"device": "_update", "Autograd": "_update_autograd", "Meta": "_update_fake"},
 )

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.kernels.causal_conv1d.op.arguments import (
     COMPILED,
     Arguments,
     Options,
     UpdateArguments,
+    UpdateOptions,
 )
 from scan_registry.kernels.causal_conv1d.problem import ConvProblem, ReductionProblem, UpdateProblem
+from scan_registry.kernels.causal_conv1d.reference import UpdateRows
 from scan_registry.ops import _cpu
 from scan_registry.ops.launching import pointers_of
 
@@ -25,7 +28,7 @@ from scan_registry.ops.launching import pointers_of
 Plan = Callable[..., Any] | None
 
 
-def takes(x: Tensor, options: Options) -> bool:
+def takes(x: Tensor, options: Options | UpdateOptions) -> bool:
     """Whether the compiled code computes it."""
     here = x.device.type == "cpu" and options.backend == "auto"
     return here and x.dtype in COMPILED and x.numel() > 0
@@ -47,9 +50,10 @@ def plan_backward(x: Tensor, options: Options, wanted: Sequence[bool]) -> Plan:
     )
 
 
-def plan_update(x: Tensor, options: Options) -> Plan:
-    """Of the update's tensors."""
-    if not takes(x, options):
+def plan_update(arguments: UpdateArguments, options: UpdateOptions) -> Plan:
+    """Of the update's tensors. Packed sequences, drafts and rows to write to are left to plain torch."""
+    beyond = any(tensor is not None for tensor in arguments[6:]) or options.pad_slot_id >= 0
+    if beyond or not takes(arguments.x, options):
         return None
     return lambda *tensors: update(UpdateArguments(*tensors), options)
 
@@ -111,9 +115,9 @@ def backward(
     return x_grad if of_x else None, weight_grad, bias_grad, state_grad
 
 
-def update(arguments: UpdateArguments, options: Options) -> Tensor:
+def update(arguments: UpdateArguments, options: UpdateOptions) -> Tensor:
     """y; the state is changed in place."""
-    x, state, weight, bias, positions, indices = arguments
+    x, state, weight, bias, positions, indices = arguments[:6]
     y = torch.empty_like(x)
     tensors = x, state, y, weight.contiguous(), _dense(bias), positions, indices
     sizes = *x.shape, weight.shape[1], state.shape[0], state.shape[2], int(options.silu)
@@ -136,19 +140,25 @@ def run(
     sizes = problem.batch, problem.channels, problem.time, problem.width
     if isinstance(problem, UpdateProblem):
         strided = of("x", "state", "y")
+        numbers = of(*UpdateRows._fields[:-1])
+        if any(tensor is not None for tensor in numbers[2:]):
+            (x, state, y), (weight, bias) = strided, of("weight", "bias")
+            rows = UpdateRows._make([*numbers, problem.pad_slot_id])
+            y.copy_(reference.update(x, state, weight, bias, rows, problem.silu))
+            return
         pointers = [*strided, *of("weight", "bias", "positions", "indices")]
         of_state = problem.slots, problem.length, problem.silu
         _run("causal_conv1d_update", like, pointers, (*sizes, *of_state), strided)
         return
-    numbers = *sizes, problem.sequences, problem.silu
+    counts = *sizes, problem.sequences, problem.silu
     if problem.direction == "forward":
         pointers = [*of("x", "y"), *inputs, *of("final_state")]
-        _run("causal_conv1d_forward", like, pointers, numbers, of("x", "y"))
+        _run("causal_conv1d_forward", like, pointers, counts, of("x", "y"))
         return
     weight, partials = of("weight", "partials")
     sums = torch.empty_like(weight), weight.new_empty(problem.channels)
     outputs = *of("x_grad", "final_state_grad"), *sums, *of("initial_state_grad")
     strided = of("x", "y_grad", "x_grad")
-    _run("causal_conv1d_backward", like, [*strided[:2], *inputs, *outputs], numbers, strided)
+    _run("causal_conv1d_backward", like, [*strided[:2], *inputs, *outputs], counts, strided)
     partials.zero_()
     partials[0, :-1], partials[0, -1] = sums[0].flip(1).T, sums[1]

@@ -14,7 +14,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import normalised
 from scan_registry.kernels.causal_conv1d.op.plans import KernelCall
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.ops.checks import refuse_inference
-from scan_registry.ops.values import check_range, check_rows
+from scan_registry.ops.values import are_checked, check_bounds, check_range, check_rows
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -116,14 +116,18 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
     *,
+    dst_conv_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1,
     backend: Backend = "auto",
 ) -> Tensor:
     """One step of ``causal_conv1d``, or a few, for generation: the last inputs are kept in ``conv_state``.
 
-    One launch, which a CUDA graph can record. It has no derivative.
+    One launch, which a CUDA graph can record; replays read the indices, bounds and counts anew. It has no derivative.
 
     Args:
-        x: (batch, channels), or (batch, channels, steps).
+        x: (batch, channels), or (batch, channels, steps); with ``cu_seqlens`` (tokens, channels).
         conv_state: (batch, channels, inputs) of the dtype of x, any strides, changed in place. At least width-1 inputs;
             the last one is the latest.
         weight, bias, activation: as in ``causal_conv1d``.
@@ -134,6 +138,19 @@ def causal_conv1d_update(
             unique. A negative index gives a zero y and changes no state. Out-of-range and duplicate indices are errors
             on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, an index that is too large acts
             as a negative one, and a duplicate corrupts its state row.
+        dst_conv_state_indices: (batch,) int32. The state after the steps goes to row ``dst_conv_state_indices[b]``, and the
+            row that is read stays as it is. These indices must be unique, and on a GPU none may be a row that another
+            sequence reads; ``conv_state_indices`` may then repeat. A negative index writes no state. Not with
+            ``cache_seqlens``.
+        cu_seqlens: (batch + 1,), int32 or int64: where the tokens of each sequence begin in x, and where the last ones end:
+            0, …, at most tokens. A sequence without tokens changes nothing. y is zero for tokens beyond the last bound.
+        num_accepted_tokens: (batch,) int32, for speculative decoding: how many tokens of the last call count, 1 at least.
+            Rows are laid out otherwise then: the width-2 inputs before the last call come first, then that call's tokens,
+            so that T tokens take width-2+T inputs of each row, and what is beyond keeps its values. After a prefill, whose
+            last width-1 inputs are at the start of the row, the number is 1. Not with ``cache_seqlens``: a ring of
+            width-1+T inputs takes drafts back when ``cache_seqlens`` counts fewer. Other values than 1 to inputs-width+2 are
+            refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; otherwise the nearest of these counts.
+        pad_slot_id: an index that stands for no row, as negative ones do.
         backend: as in ``causal_conv1d``.
 
     Returns:
@@ -147,17 +164,47 @@ def causal_conv1d_update(
     """
     if not torch.compiler.is_compiling():
         refuse_inference("conv_state", conv_state)
-    check_rows("conv_state_indices", conv_state_indices, conv_state)
+    apart = dst_conv_state_indices is not None
+    check_rows("conv_state_indices", conv_state_indices, conv_state, pad_slot_id, unique=not apart)
+    check_rows("dst_conv_state_indices", dst_conv_state_indices, conv_state, pad_slot_id)
     check_range("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
+    if num_accepted_tokens is not None or cu_seqlens is not None:
+        _check_tokens(x, conv_state, weight, cu_seqlens, num_accepted_tokens)
     tensors = x, conv_state, weight, bias
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
         raise RuntimeError(
             "causal_conv1d_update has no derivative, and a tensor requires one; call it under torch.no_grad() or "
             "torch.inference_mode()"
         )
-    return causal_conv1d_derivatives.call_update(
-        (x, conv_state, weight, bias, cache_seqlens, conv_state_indices), (activation, backend)
+    rows = (
+        *(cache_seqlens, conv_state_indices, dst_conv_state_indices),
+        *(cu_seqlens, num_accepted_tokens),
     )
+    return causal_conv1d_derivatives.call_update(
+        (x, conv_state, weight, bias, *rows), (activation, pad_slot_id, backend)
+    )
+
+
+def _check_tokens(x: Any, conv_state: Any, weight: Any, cu_seqlens: Any, accepted: Any) -> None:
+    """Refuse values of bounds and counts. Arguments of a wrong type or shape are left to other checks."""
+    packed = (
+        isinstance(cu_seqlens, Tensor)
+        and cu_seqlens.dtype in (torch.int32, torch.int64)
+        and cu_seqlens.dim() == 1
+        and len(cu_seqlens) > 1
+    )
+    if packed and isinstance(x, Tensor) and x.dim() == 2:
+        check_bounds(cu_seqlens, x.shape[0], whole=False)
+    tensors = conv_state, weight
+    if accepted is None or not all(isinstance(t, Tensor) and t.dim() > 1 for t in tensors):
+        return
+    most = conv_state.shape[-1] - weight.shape[-1] + 2
+    check_range("num_accepted_tokens", accepted, 1, most)
+    if packed and are_checked(cu_seqlens) and int(cu_seqlens.diff().max()) > most:
+        raise ValueError(
+            f"cu_seqlens has a sequence of {int(cu_seqlens.diff().max())} tokens; with num_accepted_tokens, the "
+            f"{conv_state.shape[-1]} inputs of a row take {most} at most"
+        )
 
 
 def describe(

@@ -23,6 +23,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
     Arguments,
     Options,
     UpdateArguments,
+    UpdateOptions,
 )
 from scan_registry.kernels.causal_conv1d.problem import (
     ConvProblem,
@@ -113,9 +114,9 @@ def make_reduction_call(arguments: Arguments, count: int) -> KernelCall:
     return KernelCall(ReductionProblem(output, count, channels, width))
 
 
-def make_update_call(arguments: UpdateArguments, options: Options) -> KernelCall:
+def make_update_call(arguments: UpdateArguments, options: UpdateOptions) -> KernelCall:
     """What an update makes of its inputs."""
-    x, state = arguments.x, arguments.state
+    x, state, bounds = arguments.x, arguments.state, arguments.cu_seqlens
     problem = UpdateProblem(
         dtype=str(x.dtype).removeprefix("torch."),
         batch=x.shape[0],
@@ -127,12 +128,15 @@ def make_update_call(arguments: UpdateArguments, options: Options) -> KernelCall
         strides=tuple(Strides(*own) for own in (x.stride(), state.stride(), _new_strides(x))),
         silu=options.silu,
         wide_weights=arguments.weight.dtype != x.dtype,
+        sequences=0 if bounds is None else bounds.shape[0] - 1,
+        pad_slot_id=options.pad_slot_id,
+        wide_bounds=bounds is not None and bounds.dtype == torch.int64,
     )
     return KernelCall(problem)
 
 
 def _runner(
-    call: KernelCall, device: torch.device, options: Options
+    call: KernelCall, device: torch.device, options: Options | UpdateOptions
 ) -> tuple[Run, Variant] | Decision:
     """A function that runs the best kernel for the problem; where only plain torch solves it, the decision that says
     so."""
@@ -144,7 +148,7 @@ def _runner(
     return plan.run, variant
 
 
-def _is_plain(x: Tensor, options: Options) -> bool:
+def _is_plain(x: Tensor, options: Options | UpdateOptions) -> bool:
     """Whether no kernel on a GPU is looked for."""
     return (
         options.backend == "reference"
@@ -377,7 +381,7 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
 # --- Step by step -----------------------------------------------------------------------------
 
 
-def update(arguments: UpdateArguments, options: Options) -> Tensor:
+def update(arguments: UpdateArguments, options: UpdateOptions) -> Tensor:
     """y; the state is changed in place."""
     y: Tensor = plan_cache.run(plan_update, arguments, options)
     return y
@@ -389,12 +393,12 @@ def plan_update(*args: Any) -> Callable[..., Any]:
     arguments = UpdateArguments(*tensors)
 
     def by_reference(*tensors: Any) -> Any:
-        x, state, weight, bias, positions, indices = tensors
-        y = reference.update(x, state, weight, bias, positions, indices, options.silu)
-        return _like(x, y)
+        own = UpdateArguments(*tensors)
+        rows = own.rows(options.pad_slot_id)
+        return _like(own.x, reference.update(*own[:4], rows, options.silu))
 
     if _is_plain(arguments.x, options):
-        return causal_conv1d_cpu.plan_update(arguments.x, options) or by_reference
+        return causal_conv1d_cpu.plan_update(arguments, options) or by_reference
     runner = _runner(make_update_call(arguments, options), arguments.x.device, options)
     if isinstance(runner, Decision):
         decision = runner
@@ -402,19 +406,12 @@ def plan_update(*args: Any) -> Callable[..., Any]:
     run, _ = runner
 
     def plan(*tensors: Any) -> Any:
-        x, state, weight, bias, positions, indices = tensors
-        y = torch.empty_like(x)
-        run(
-            {
-                "x": x,
-                "state": state,
-                "weight": weight.contiguous(),
-                "bias": bias if bias is None else bias.contiguous(),
-                "positions": positions,
-                "indices": indices,
-                "y": y,
-            }
-        )
+        named = UpdateArguments(*tensors)._asdict()
+        weight, bias = named["weight"], named["bias"]
+        named["weight"] = weight.contiguous()
+        named["bias"] = bias if bias is None else bias.contiguous()
+        y = torch.empty_like(named["x"])
+        run({**named, "y": y})
         return y
 
     return plan

@@ -48,7 +48,7 @@ def test_updates(
     positions = torch.tensor([0, 3, 11, 100], dtype=torch.int32) if ring else None
     expected_state = before.clone()
     given = x, expected_state, weight, bias, positions, indices
-    expected = reference.update(*given, True)
+    expected = reference.update(*given[:4], reference.UpdateRows(*given[4:]), True)
     with using(instructions):
         y = causal_conv1d_update(x, state, weight, bias, "silu", positions, indices)
     memory.check([state])

@@ -184,7 +184,7 @@ def test_updates(rows: bool, ring: bool, dtype: torch.dtype) -> None:
             state = state[:batch]
         after = state.double()
         wide = x.double(), after, weight.double(), bias.double()
-        right = reference.update(*wide, positions, indices, True)
+        right = reference.update(*wide, reference.UpdateRows(positions, indices), True)
         y = causal_conv1d_update(x, state, weight, bias, "silu", positions, indices, backend="cuda")
         assert (y.double() - right).norm() <= TOLERANCE[dtype] * right.norm()
         assert torch.equal(state.double(), after)
