@@ -71,12 +71,14 @@ if TYPE_CHECKING:
     from scan_registry.kernels.selective_scan.op.function import selective_scan
     from scan_registry.kernels.selective_state_update.op.function import selective_state_update
     from scan_registry.kernels.ssd_scan.op.function import ssd_scan
+    from scan_registry.ops.pools import StateRows
 
     __version__: str
 
 __all__ = [
     "FallbackWarning",
     "NoKernelError",
+    "StateRows",
     "__version__",
     "catalogue",
     "causal_conv1d",
@@ -105,6 +107,7 @@ __all__ = [
 _HOMES = {
     "FallbackWarning": ".dispatch.policy",
     "NoKernelError": ".dispatch.select",
+    "StateRows": ".ops.pools",
     "__version__": ".version",
     "catalogue": ".catalog.inventory",
     "compat": None,

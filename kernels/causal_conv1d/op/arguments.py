@@ -16,6 +16,7 @@ from scan_registry.kernels.causal_conv1d.problem import WIDTHS
 from scan_registry.kernels.causal_conv1d.reference import UpdateRows
 from scan_registry.ops.checks import (
     as_bool,
+    as_index,
     check_cu_seqlens,
     described,
     refuse_layout,
@@ -222,8 +223,6 @@ def update_arguments(
 ) -> tuple[UpdateArguments, UpdateOptions]:
     """The tensors of ``causal_conv1d_update`` in their usual forms, checked, and its options."""
     silu = as_silu(activation)
-    if type(pad_slot_id) is not int:
-        raise TypeError(f"pad_slot_id must be an int, not {type(pad_slot_id).__name__}")
     check_tensor("x", x, ACCEPTED, x)
     steps = _steps_of(x, cu_seqlens)
     _check_backend(backend, x)
@@ -248,7 +247,7 @@ def update_arguments(
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         accepted,
     )
-    return arguments, UpdateOptions(silu, backend, pad_slot_id)
+    return arguments, UpdateOptions(silu, backend, as_index("pad_slot_id", pad_slot_id))
 
 
 def _steps_of(x: Tensor, cu_seqlens: Any) -> Tensor:

@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.kernels.causal_conv1d.op.function import ConvolutionOptions
+    from scan_registry.kernels.causal_conv1d.op.function import CommonOptions
+
+    class DistributedOptions(CommonOptions, total=False):
+        """What ``causal_conv1d`` takes by name, beside ``return_final_state`` and ``group``."""
+
+        initial_state: Tensor | None
 
 
 __all__ = ["causal_conv1d"]
@@ -48,19 +53,19 @@ _TENSORS = ("x", "weight", "bias", "initial_state", "seq_idx", "cu_seqlens")
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     return_final_state: Literal[False] = False,
-    group: Group = None, **options: Unpack[ConvolutionOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> Tensor: ...
 @overload
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     return_final_state: Literal[True],
-    group: Group = None, **options: Unpack[ConvolutionOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
     return_final_state: bool,
-    group: Group = None, **options: Unpack[ConvolutionOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -13,20 +14,25 @@ from scan_registry.kernels.causal_conv1d.op import plans as causal_conv1d_plans
 from scan_registry.kernels.causal_conv1d.op.arguments import normalised
 from scan_registry.kernels.causal_conv1d.op.plans import KernelCall
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
-from scan_registry.ops.checks import refuse_inference
+from scan_registry.ops.checks import as_bool, as_index, refuse_inference
+from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.values import are_checked, check_bounds, check_range, check_rows
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
-    class ConvolutionOptions(TypedDict, total=False):
-        """What ``causal_conv1d`` takes by name, beside ``return_final_state``."""
+    class CommonOptions(TypedDict, total=False):
+        """What ``causal_conv1d`` takes by name, with and without ranks."""
 
-        initial_state: Tensor | None
         seq_idx: Tensor | None
         cu_seqlens: Tensor | None
         activation: str | None
         backend: Backend
+
+    class ConvolutionOptions(CommonOptions, total=False):
+        """Likewise of one process, beside ``return_final_state``."""
+
+        initial_state: Tensor | StateRows | None
 
 
 __all__ = ["BACKENDS", "causal_conv1d", "causal_conv1d_update", "describe"]
@@ -56,7 +62,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
@@ -71,7 +77,10 @@ def causal_conv1d(
         weight: (channels, width), of a width from 2 to 8. float32 weights go with narrower x as they are.
         bias: (channels,); None for zeros.
         initial_state: (batch, channels, width-1), the inputs before the first step, the oldest first; with
-            ``cu_seqlens`` (sequences, channels, width-1). None for zeros. It is taken in the dtype of x.
+            ``cu_seqlens`` (sequences, channels, width-1). None for zeros. It is taken in the dtype of x. Or
+            ``StateRows``, rows (channels, width-1) of a pool, which final states are written to. Where the pool's rows have more
+            inputs, pass the view ``pool[..., -(width-1):]``, or ``pool[..., :width-1]`` if ``causal_conv1d_update`` goes on
+            with ``num_accepted_tokens``.
         seq_idx: (batch, time) integers within int32. Steps see no further back than to where the number changes. The
             initial state precedes the first such sequence. Numbers below zero mark padding, for which y is zero. Larger
             numbers of int64 are refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; else only the lower
@@ -100,11 +109,50 @@ def causal_conv1d(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
+    if isinstance(initial_state, StateRows):
+        both = _convolve_rows(
+            x, weight, bias, initial_state, seq_idx, cu_seqlens, activation, backend
+        )
+        return both if as_bool("return_final_state", return_final_state) else both[0]
     y, final_state = causal_conv1d_derivatives.call(
         (x, weight, bias, initial_state, seq_idx, cu_seqlens),
         (return_final_state, activation, backend),
     )
     return y if final_state is None else (y, final_state)
+
+
+def _convolve_rows(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    rows: StateRows,
+    seq_idx: Any,
+    cu_seqlens: Any,
+    activation: Any,
+    backend: Any,
+) -> tuple[Tensor, Tensor]:
+    """y and the final states, from rows of a pool."""
+    along = timed(x=(x, -1), seq_idx=(seq_idx, 1))
+    refuse_checkpoints(rows, seq_idx=seq_idx is not None)
+
+    def scan(parts: Mapping[str, Any], states: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
+        own: Any = parts.get
+        both: tuple[Tensor, Tensor] = causal_conv1d(
+            *(own("x"), weight, bias),
+            initial_state=states,
+            seq_idx=own("seq_idx"),
+            cu_seqlens=bounds,
+            return_final_state=True,
+            activation=activation,
+            backend=backend,
+        )
+        return both
+
+    return scan_rows(
+        *("causal_conv1d", rows, scan, along, -1, cu_seqlens),
+        sequences_dim=None,
+        others=(weight, bias),
+    )
 
 
 def causal_conv1d_update(
@@ -144,11 +192,11 @@ def causal_conv1d_update(
             ``cache_seqlens``.
         cu_seqlens: (batch + 1,), int32 or int64: where the tokens of each sequence begin in x, and where the last ones end:
             0, …, at most tokens. A sequence without tokens changes nothing. y is zero for tokens beyond the last bound.
-        num_accepted_tokens: (batch,) int32, for speculative decoding: how many tokens of the last call count, 1 at least.
+        num_accepted_tokens: (batch,) int32, for speculative decoding: how many tokens of the last call count; 0 is as 1.
             Rows are laid out otherwise then: the width-2 inputs before the last call come first, then that call's tokens,
             so that T tokens take width-2+T inputs of each row, and what is beyond keeps its values. After a prefill, whose
             last width-1 inputs are at the start of the row, the number is 1. Not with ``cache_seqlens``: a ring of
-            width-1+T inputs takes drafts back when ``cache_seqlens`` counts fewer. Other values than 1 to inputs-width+2 are
+            width-1+T inputs takes drafts back when ``cache_seqlens`` counts fewer. Other values than 0 to inputs-width+2 are
             refused on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU; otherwise the nearest of these counts.
         pad_slot_id: an index that stands for no row, as negative ones do.
         backend: as in ``causal_conv1d``.
@@ -164,7 +212,7 @@ def causal_conv1d_update(
     """
     if not torch.compiler.is_compiling():
         refuse_inference("conv_state", conv_state)
-    apart = dst_conv_state_indices is not None
+    pad_slot_id, apart = as_index("pad_slot_id", pad_slot_id), dst_conv_state_indices is not None
     check_rows("conv_state_indices", conv_state_indices, conv_state, pad_slot_id, unique=not apart)
     check_rows("dst_conv_state_indices", dst_conv_state_indices, conv_state, pad_slot_id)
     check_range("cache_seqlens", cache_seqlens, 0, 2**31 - 1)
@@ -199,7 +247,7 @@ def _check_tokens(x: Any, conv_state: Any, weight: Any, cu_seqlens: Any, accepte
     if accepted is None or not all(isinstance(t, Tensor) and t.dim() > 1 for t in tensors):
         return
     most = conv_state.shape[-1] - weight.shape[-1] + 2
-    check_range("num_accepted_tokens", accepted, 1, most)
+    check_range("num_accepted_tokens", accepted, 0, most)
     if packed and are_checked(cu_seqlens) and int(cu_seqlens.diff().max()) > most:
         raise ValueError(
             f"cu_seqlens has a sequence of {int(cu_seqlens.diff().max())} tokens; with num_accepted_tokens, the "
@@ -212,7 +260,7 @@ def describe(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
@@ -221,11 +269,10 @@ def describe(
 ) -> dict[str, KernelCall]:
     """The problems that a call of ``causal_conv1d`` with these arguments poses, by direction; those of derivatives only
     if they are asked for. Nothing is computed."""
-    wanted: list[Any] = [
-        t is not None and t.requires_grad for t in (x, weight, bias, initial_state)
-    ]
+    before = stand_in(initial_state, cu_seqlens is not None, None)
+    wanted: list[Any] = [t is not None and t.requires_grad for t in (x, weight, bias, before)]
     arguments, options = normalised(
-        *(x, weight, bias, initial_state, seq_idx, cu_seqlens),
+        *(x, weight, bias, before, seq_idx, cu_seqlens),
         *(return_final_state, activation, backend),
     )
     if arguments.x.numel() == 0:

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from scan_registry.distributed.group import Group
-    from scan_registry.kernels.gated_scan.op.function import GatedScanOptions
+    from scan_registry.kernels.gated_scan.op.function import CommonOptions
+
+    class DistributedOptions(CommonOptions, total=False):
+        """What ``gated_scan`` takes by name, beside ``return_final_state`` and ``group``."""
+
+        initial_state: Tensor | None
 
 
 __all__ = ["gated_scan"]
@@ -31,18 +36,18 @@ __all__ = ["gated_scan"]
 def gated_scan(
     kind: str, *inputs: Tensor,
     return_final_state: Literal[False] = False,
-    group: Group = None, **options: Unpack[GatedScanOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> Tensor: ...
 @overload
 def gated_scan(
     kind: str, *inputs: Tensor,
     return_final_state: Literal[True],
-    group: Group = None, **options: Unpack[GatedScanOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def gated_scan(
     kind: str, *inputs: Tensor, return_final_state: bool,
-    group: Group = None, **options: Unpack[GatedScanOptions],
+    group: Group = None, **options: Unpack[DistributedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
 

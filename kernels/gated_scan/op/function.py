@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -15,20 +16,26 @@ from scan_registry.kernels.gated_scan.op import autograd as gated_scan_derivativ
 from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
 from scan_registry.kernels.gated_scan.op.autograd import fast_scan
 from scan_registry.ops.call import unwatched
+from scan_registry.ops.checks import as_bool, as_index
+from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, timed
 from scan_registry.ops.sharded import call_sharded
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
 
-    class GatedScanOptions(TypedDict, total=False):
-        """What gated scans take by name, beside ``return_final_state``."""
+    class CommonOptions(TypedDict, total=False):
+        """What gated scans take by name, with and without ranks."""
 
-        initial_state: Tensor | None
         reset: Tensor | None
         dim: int
         reverse: bool
         cu_seqlens: Tensor | None
         backend: Backend
+
+    class GatedScanOptions(CommonOptions, total=False):
+        """Likewise of one process, beside ``return_final_state``."""
+
+        initial_state: Tensor | StateRows | None
 
 
 __all__ = ["BACKENDS", "gated_scan"]
@@ -57,7 +64,7 @@ def gated_scan(
 def gated_scan(
     kind: str,
     *inputs: Tensor,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     reset: Tensor | None = None,
     dim: int = -1,
     reverse: bool = False,
@@ -86,7 +93,8 @@ def gated_scan(
             parameters: (channels,), one value for each channel, float32 or narrower, or float64 with sequences of float64.
         initial_state: h[-1], or with ``reverse`` h[T]: broadcasts to the state's shape; zero if None. A state
             has the shape of the sequences without ``dim``; with ``cu_seqlens``, that shape with ``dim``
-            counting sequences.
+            counting sequences. Or ``StateRows``, rows (channels,) of a pool, which final states are written to; with
+            ``cu_seqlens`` the batch is 1 then.
         reset: bool, (batch, time): where a state starts anew. The state that the scan brings to such a step counts as
             zero, even if it is infinite or NaN.
         dim: the time dimension, -1 or 2, or 1 or -2.
@@ -125,6 +133,9 @@ def run(
     kind: Any, inputs: Any, reset: Any, initial_state: Any, cu_seqlens: Any, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What ``gated_scan`` returns. The arguments are not checked yet."""
+    if isinstance(initial_state, StateRows):
+        both = _scan_rows(kind, inputs, reset, initial_state, cu_seqlens, options)
+        return both if as_bool("return_final_state", options.final) else both[0]
     if not _is_compiling() and unwatched():
         outputs = fast_scan((*inputs, initial_state, reset, cu_seqlens), options)
         if outputs is not None:
@@ -135,3 +146,28 @@ def run(
     arguments = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
     states, final_state = gated_scan_derivatives.scan(*arguments)
     return states if final_state is None else (states, final_state)
+
+
+def _scan_rows(
+    kind: Any, inputs: Any, reset: Any, rows: StateRows, cu_seqlens: Any, options: Options
+) -> tuple[Tensor, Tensor]:
+    """States and final states of a scan from rows of a pool."""
+    dim = as_index("dim", options.dim)
+    sequences = {
+        str(number): (tensor, dim)
+        for number, tensor in enumerate(inputs)
+        if not isinstance(tensor, Tensor) or tensor.dim() == 3
+    }
+    along = timed(**sequences, reset=(reset, 1))
+    refuse_checkpoints(rows, reverse=options.reverse)
+
+    def scan(parts: Mapping[str, Any], states: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
+        own = tuple(parts.get(str(number), tensor) for number, tensor in enumerate(inputs))
+        wanted = options._replace(final=True)
+        out, final_state = run(kind, own, parts.get("reset"), states, bounds, wanted)
+        return out, final_state
+
+    operator = kind if isinstance(kind, str) else "gated_scan"
+    return scan_rows(
+        *(operator, rows, scan, along, dim, cu_seqlens), sequences_dim=dim, others=tuple(inputs)
+    )

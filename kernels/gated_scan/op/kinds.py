@@ -9,6 +9,7 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.gated_scan.op.arguments import Options, channel_values, with_activation
 from scan_registry.kernels.gated_scan.op.function import run
+from scan_registry.ops.pools import StateRows
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     class RGLRUOptions(TypedDict, total=False):
         """What ``rg_lru`` takes by name alone, beside ``return_final_state``."""
 
-        initial_state: Tensor | None
+        initial_state: Tensor | StateRows | None
         dim: int
         reverse: bool
         cu_seqlens: Tensor | None
@@ -58,7 +59,7 @@ def min_gru(
     hidden: Tensor,
     *,
     activation: Activation = "positive",
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     reset: Tensor | None = None,
     dim: int = -1,
     reverse: bool = False,
@@ -111,7 +112,7 @@ def min_lstm(
     hidden: Tensor,
     *,
     activation: Activation = "positive",
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     reset: Tensor | None = None,
     dim: int = -1,
     reverse: bool = False,
@@ -170,7 +171,7 @@ def rg_lru(
     a_param: Tensor,
     reset: Tensor | None = None,
     *,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     dim: int = -1,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -231,7 +232,7 @@ def hgrn(
     forget: Tensor,
     lower_bound: Tensor | float | None = None,
     *,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     reset: Tensor | None = None,
     dim: int = -1,
     reverse: bool = False,

@@ -61,7 +61,9 @@ class GatedScan(operator.Operator):
         from scan_registry.kernels.gated_scan.op.arguments import Options, normalised
         from scan_registry.kernels.gated_scan.op.problems import describe, is_linear
         from scan_registry.kernels.linear_scan.op import function as linear_scan
+        from scan_registry.ops.pools import stand_in
 
+        initial_state = stand_in(initial_state, cu_seqlens is not None, dim)
         options = Options(kind, dim, reverse, return_final_state, backend)
         arguments, options = normalised(kind, inputs, reset, initial_state, cu_seqlens, options)
         wanted = any(t is not None and t.requires_grad for t in (*inputs, initial_state))

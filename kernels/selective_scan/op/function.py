@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from scan_registry.kernels.selective_scan.op.autograd import fast_scan
 from scan_registry.kernels.selective_scan.op.problems import KernelCall
 from scan_registry.ops.call import unwatched
 from scan_registry.ops.checks import as_bool
+from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.sharded import call_sharded
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -37,21 +39,21 @@ __all__ = ["BACKENDS", "describe", "selective_scan"]
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: Literal[False] = False, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor: ...
 @overload
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: Literal[True], **options: Unpack[SelectiveScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def selective_scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: bool, **options: Unpack[SelectiveScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -67,7 +69,7 @@ def selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
@@ -95,7 +97,8 @@ def selective_scan(
         z: like ``u``, or None for no gate.
         delta_bias: (Dm,), or None for zeros.
         delta_softplus: whether step sizes are the softplus of ``delta + delta_bias``.
-        initial_state: (batch, Dm, N), or None for zeros; with ``cu_seqlens`` (batch, sequences, Dm, N).
+        initial_state: (batch, Dm, N), or None for zeros; with ``cu_seqlens`` (batch, sequences, Dm, N). Or ``StateRows``, rows
+            (Dm, N) of a pool, which final states are written to; with ``cu_seqlens`` the batch is 1 then.
         cu_seqlens: (sequences + 1,), bounds of sequences that are packed along time, from 0 to L; each starts anew.
         return_final_state: whether to return the state after the last step, or after each sequence, too.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
@@ -118,6 +121,12 @@ def selective_scan(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
+    if isinstance(initial_state, StateRows):
+        both = _scan_rows(
+            *(u, delta, A, B, C, D, z, delta_bias, delta_softplus, initial_state),
+            *(cu_seqlens, backend),
+        )
+        return both if as_bool("return_final_state", return_final_state) else both[0]
     tensors = u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens
     how = delta_softplus, return_final_state, backend
     if not _is_compiling() and unwatched():
@@ -133,6 +142,35 @@ def selective_scan(
     return (out, final_state) if final else out
 
 
+def _scan_rows(
+    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any, z: Any, delta_bias: Any, delta_softplus: Any,
+    rows: StateRows, cu_seqlens: Any, backend: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and final states of a scan from rows of a pool."""
+    projections = {
+        name: None if isinstance(t, Tensor) and t.dim() == 2 else (t, -1)
+        for name, t in (("B", B), ("C", C))
+    }
+    along = timed(
+        u=(u, -1), delta=(delta, -1), z=(z, -1), **{n: p for n, p in projections.items() if p}
+    )
+    refuse_checkpoints(rows, **{"complex A": isinstance(A, Tensor) and A.is_complex()})
+
+    def scan(parts: Mapping[str, Any], states: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
+        own: Any = parts.get
+        both: tuple[Tensor, Tensor] = selective_scan(
+            *(own("u"), own("delta"), A, own("B", B), own("C", C)),
+            *(D, own("z"), delta_bias, delta_softplus, states),
+            cu_seqlens=bounds,
+            return_final_state=True,
+            backend=backend,
+        )
+        return both
+
+    others = A, B, C, D, delta_bias
+    return scan_rows("selective_scan", rows, scan, along, -1, cu_seqlens, others=others)
+
+
 def describe(
     u: Tensor,
     delta: Tensor,
@@ -143,7 +181,7 @@ def describe(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     return_final_state: bool = False,
@@ -151,7 +189,8 @@ def describe(
 ) -> dict[str, KernelCall]:
     """The problems that a call of ``selective_scan`` with these arguments poses, by direction; those of derivatives
     only if they are asked for. Nothing is computed."""
-    tensors = u, delta, A, B, C, D, z, delta_bias, initial_state
+    before = stand_in(initial_state, cu_seqlens is not None)
+    tensors = u, delta, A, B, C, D, z, delta_bias, before
     as_bool("return_final_state", return_final_state)
     arguments = normalised(*tensors, cu_seqlens, delta_softplus, backend)
     if arguments.u.numel() == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from scan_registry.kernels.ssd_scan.op.arguments import BACKENDS, normalised
 from scan_registry.kernels.ssd_scan.op.autograd import fast_scan, scan
 from scan_registry.kernels.ssd_scan.op.problems import KernelCall
 from scan_registry.ops.call import unwatched
+from scan_registry.ops.checks import as_bool
+from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.sharded import call_sharded
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -39,21 +42,21 @@ _NO_LIMIT = (0.0, float("inf"))
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: Literal[False] = False, **options: Unpack[SSDScanOptions],
 ) -> Tensor: ...
 @overload
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: Literal[True], **options: Unpack[SSDScanOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def ssd_scan(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None, z: Tensor | None = None,
     dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, *,
     return_final_state: bool, **options: Unpack[SSDScanOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 # fmt: on
@@ -70,7 +73,7 @@ def ssd_scan(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     *,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -95,7 +98,8 @@ def ssd_scan(
         dt_bias: (heads,).
         dt_softplus: Whether δ is softplus(dt + dt_bias), taken as dt + dt_bias above 20.
         dt_limit: The least and the greatest δ.
-        initial_state: (batch, heads, P, N); with ``cu_seqlens`` (batch, sequences, heads, P, N). Zeros by default.
+        initial_state: (batch, heads, P, N); with ``cu_seqlens`` (batch, sequences, heads, P, N). Zeros by default. Or
+            ``StateRows``, rows (heads, P, N) of a pool, which final states are written to; with ``cu_seqlens`` the batch is 1 then.
         seq_idx: (batch, time), int32 or int64. A step whose number differs from the previous step's starts from a zero state;
             the first step of a sequence starts from the initial state.
         cu_seqlens: Sequences packed along time: the (sequences + 1,) offsets of their first steps, int32 or int64, from
@@ -126,6 +130,12 @@ def ssd_scan(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
+    if isinstance(initial_state, StateRows):
+        both = _scan_rows(
+            *(x, dt, A, B, C, D, z, dt_bias, dt_softplus, dt_limit, initial_state),
+            *(seq_idx, cu_seqlens, chunk_size, backend),
+        )
+        return both if as_bool("return_final_state", return_final_state) else both[0]
     tensors = x, dt, A, B, C, D, z, dt_bias, initial_state, seq_idx, cu_seqlens
     pair = type(dt_limit) is tuple and len(dt_limit) == 2
     if pair and not _is_compiling() and unwatched():
@@ -140,6 +150,40 @@ def ssd_scan(
     return out if final_state is None else (out, final_state)
 
 
+def _scan_rows(
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any, dt_softplus: Any, dt_limit: Any,
+    rows: StateRows, seq_idx: Any, cu_seqlens: Any, chunk_size: Any, backend: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and final states of a scan from rows of a pool."""
+    along = timed(x=(x, 1), dt=(dt, 1), B=(B, 1), C=(C, 1), z=(z, 1), seq_idx=(seq_idx, 1))
+    refuse_checkpoints(rows, seq_idx=seq_idx is not None)
+
+    def scan(parts: Mapping[str, Any], states: Tensor, bounds: Any) -> tuple[Tensor, Tensor]:
+        own: Any = parts.get
+        both: tuple[Tensor, Tensor] = ssd_scan(
+            *(
+                own("x"),
+                own("dt"),
+                A,
+                own("B"),
+                own("C"),
+                D,
+                own("z"),
+                dt_bias,
+            ),
+            *(dt_softplus, dt_limit, states),
+            seq_idx=own("seq_idx"),
+            cu_seqlens=bounds,
+            return_final_state=True,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        return both
+
+    others = A, D, dt_bias
+    return scan_rows("ssd_scan", rows, scan, along, 1, cu_seqlens, others=others)
+
+
 def describe(
     x: Tensor,
     dt: Tensor,
@@ -151,7 +195,7 @@ def describe(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None,
+    initial_state: Tensor | StateRows | None = None,
     *,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -161,7 +205,8 @@ def describe(
 ) -> dict[str, KernelCall]:
     """The problems that a call of ``ssd_scan`` with these arguments poses, by direction; those of derivatives only if they
     are asked for. Nothing is computed."""
-    tensors = x, dt, A, B, C, D, z, dt_bias, initial_state
+    before = stand_in(initial_state, cu_seqlens is not None)
+    tensors = x, dt, A, B, C, D, z, dt_bias, before
     arguments, options = normalised(
         *tensors, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size, return_final_state, backend
     )  # fmt: skip

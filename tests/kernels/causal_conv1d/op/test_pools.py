@@ -181,10 +181,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "dst_conv_state_indices does not go with cache_seqlens",
     ),
-    "no token": (
-        {"num_accepted_tokens": NUMBERS},
+    "more accepted than a row holds": (
+        {"num_accepted_tokens": NUMBERS + 2},
         ValueError,
-        "num_accepted_tokens has the value 0.*; accepted are values from 1 to 3",
+        "num_accepted_tokens has the value 4; accepted are values from 0 to 3",
     ),
     "more tokens than a row takes": (
         {"x": torch.randn(2, 3, 4), "num_accepted_tokens": NUMBERS + 1},
@@ -215,7 +215,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"x has shape \(2, 3, 1\); with cu_seqlens, it must be \(tokens, channels\)",
     ),
-    "padding that is no number": ({"pad_slot_id": None}, TypeError, "pad_slot_id must be an int"),
+    "padding that is no number": (
+        {"pad_slot_id": None},
+        TypeError,
+        "pad_slot_id is None; it must be an int",
+    ),
 }
 
 
