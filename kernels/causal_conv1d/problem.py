@@ -257,6 +257,8 @@ class UpdateProblem:
         for name, first, strides in zip(
             ("x", "state", "y"), ("batch", "slot", "batch"), self.strides, strict=True
         ):
-            values[f"{name}_{first}"] = strides.batch
+            # Packed sequences are told apart by cu_seqlens, in the one batch of x and y.
+            packed = self.sequences and first == "batch"
+            values[f"{name}_{first}"] = 0 if packed else strides.batch
             values |= {f"{name}_channel": strides.channel, f"{name}_time": strides.time}
         return values

@@ -46,6 +46,7 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 }
 _DIMENSIONS = ("batch", "channel", "time")
 _REDUCTION_WARPS = 8
+_MOST_ACROSS = 65_535  # CTAs of a grid in its second dimension
 _FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
@@ -207,13 +208,15 @@ _REDUCTION = model.Kernel(
 def _update_accepts(variant: model.Variant, problem: UpdateProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
+    most = _MOST_ACROSS * 32 * variant.number("warps")
+    if problem.channels > most:
+        return f"at most {most} channels, not {problem.channels}"
     return None
 
 
 def _update_launch(variant: model.Variant, problem: UpdateProblem, sm_count: int) -> model.Launch:
-    rows = (problem.sequences or problem.batch) * problem.channels
-    ctas = ceil_div(rows, 32 * variant.number("warps"))
-    return model.Launch((ctas, 1, 1), problem.scalars())
+    across = ceil_div(problem.channels, 32 * variant.number("warps"))
+    return model.Launch((problem.sequences or problem.batch, across, 1), problem.scalars())
 
 
 _UPDATE = model.Kernel(

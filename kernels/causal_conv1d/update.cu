@@ -8,8 +8,9 @@
 // positions[b] is the number of inputs so far. With `accepted`, a row has the width - 2 inputs before the last call's steps
 // and then those steps, of which the first accepted[b] count; further ones were drafts that nobody took.
 //
-// Traffic: the state twice, an element of x and of y for each step. A thread has one channel of one sequence. Where four inputs
-// of a channel lie together, as of Mamba's states, it reads and writes them at once.
+// Traffic: the state twice, an element of x and of y for each step. A CTA has channels of one sequence, and a thread has one of
+// them. For a filter of four taps and rows of four inputs that lie together, as of Mamba's states, a thread reads and writes a
+// row at once.
 #include "conv.cuh"
 
 enum : i64 { WIDE_BOUNDS = 4 };  // a bit of the argument `flags`, beside those of the other kernels
@@ -33,20 +34,49 @@ __device__ inline void write_zeros(Storage* y, i64 start, i64 end, i64 stride) {
     for (i64 t = start; t < end; t++) y[t * stride] = 0;
 }
 
+// One step with four taps, of a row of four inputs.
+__device__ inline Storage step_of_four(const Storage* row, Storage* written, Storage input, const void* weight,
+                                       const void* biases, i64 channel, i64 flags) {
+    Chunk<Element, 4> inputs = get_words<Element, 4>(reinterpret_cast<const unsigned*>(row));
+    const bool wide = flags & WIDE_WEIGHTS;
+    float tap[4];
+    if (u64(weight) % 16 == 0 && wide) {
+        const auto taps = get_words<float32, 4>(static_cast<const unsigned*>(weight) + channel * 4);
+#pragma unroll
+        for (int k = 0; k < 4; k++) tap[k] = taps.get(k);
+    } else if (u64(weight) % 16 == 0) {
+        const Storage* const of_channel = static_cast<const Storage*>(weight) + channel * 4;
+        const auto taps = get_words<Element, 4>(reinterpret_cast<const unsigned*>(of_channel));
+#pragma unroll
+        for (int k = 0; k < 4; k++) tap[k] = taps.get(k);
+    } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++) tap[k] = read_weight(weight, channel * 4 + k, wide);
+    }
+    float sum = biases ? read_weight(biases, channel, wide) : 0.f;
+    sum = __fmaf_rn(tap[3], Element::widen(input), sum);
+#pragma unroll
+    for (int k = 3; k > 0; k--) sum = __fmaf_rn(tap[k - 1], inputs.get(k), sum);
+    if (written) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) inputs.put(k, k < 3 ? inputs.bits(k + 1) : input);
+        store_global(written, words_of(inputs));
+    }
+    return Element::narrow(activated(sum, flags));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 causal_conv1d_update(const Storage* x, Storage* state, const void* weight, const void* bias, const int* positions,
                      const int* indices, const int* destinations, const void* cu_seqlens, const int* accepted, Storage* y,
                      i64 sequences, i64 channels, i64 time, i64 width, i64 slots, i64 length, i64 pad_slot, i64 x_batch,
                      i64 x_channel, i64 x_time, i64 state_slot, i64 state_channel, i64 state_time, i64 y_batch,
                      i64 y_channel, i64 y_time, i64 flags) {
-    const i64 own = i64(blockIdx.x) * THREADS + threadIdx.x;
-    if (own >= sequences * channels) return;
-    i64 channel;
-    const i64 sequence = divide(own, channels, channel);
-    const Storage* in = x + channel * x_channel;
-    Storage* out = y + channel * y_channel;
+    const i64 sequence = blockIdx.x, channel = i64(blockIdx.y) * THREADS + threadIdx.x;
+    if (channel >= channels) return;
+    const Storage* in = x + sequence * x_batch + channel * x_channel;
+    Storage* out = y + sequence * y_batch + channel * y_channel;
     i64 steps = time;
-    if (cu_seqlens) {
+    if (cu_seqlens) {  // x has one batch, whose stride the host passes as 0
         const i64 start = read_bound(cu_seqlens, sequence, time, flags);
         const i64 end = read_bound(cu_seqlens, sequence + 1, time, flags);
         if (sequence == sequences - 1) write_zeros(out, end, time, y_time);  // of steps that no sequence has
@@ -54,51 +84,58 @@ causal_conv1d_update(const Storage* x, Storage* state, const void* weight, const
         if (steps <= 0) return;
         in += start * x_time;
         out += start * y_time;
-    } else {
-        in += sequence * x_batch;
-        out += sequence * y_batch;
     }
     const i64 slot = row_of(indices, sequence, slots, pad_slot);
     if (slot < 0) return write_zeros(out, 0, steps, y_time);
     Storage* const inputs = state + slot * state_slot + channel * state_channel;
     const i64 target = destinations ? row_of(destinations, sequence, slots, pad_slot) : slot;
     Storage* const written = target < 0 ? nullptr : state + target * state_slot + channel * state_channel;
-    // `next` is where the next input would stand in the row that is read; of a ring, its place. The new row has the inputs
-    // from `moved` on, up to `kept` of them, and then the steps, up to its `end`.
-    i64 next = length, moved = steps, kept = length - steps, end = length;
+    if (length == 4 && width == 4 && state_time == 1 && steps == 1 && !positions && !accepted &&
+        (u64(inputs) | u64(written)) % (4 * SIZE) == 0) {
+        *out = step_of_four(inputs, written, *in, weight, bias, channel, flags);
+        return;
+    }
+
+    // The next input would stand at `next` of the row that is read; in a ring, that is its place. The first step goes to `place`
+    // of the row that is written, behind the latest inputs of the row that is read.
+    i64 next = length, place = length - steps;
     if (positions) {
         next = positions[sequence] % length;
         if (next < 0) next += length;
+        place = next;
     } else if (accepted) {
-        moved = larger(1, smaller(accepted[sequence], length - width + 2));
-        kept = width - 2;
-        next = kept + moved;
-        end = smaller(length, kept + steps);
+        place = width - 2;
+        next = place + larger(1, smaller(accepted[sequence], length - place));
     }
-
-    const bool together = length == 4 && state_time == 1 && steps == 1 && !positions && !accepted &&
-                          (u64(inputs) | u64(written)) % (4 * SIZE) == 0;
-    Chunk<Element, 4> four;
-    if (together) four = get_words<Element, 4>(reinterpret_cast<const unsigned*>(inputs));
     Filter filter;
     filter.load(weight, bias, channel, width, flags);
-    float last[TAPS] = {};  // last[j] is j steps back
-    if (together) {
+    Storage past[TAPS - 1] = {};  // past[j] is j + 1 steps before the first one
+    const Storage* from = inputs + (next - 1) * state_time;
 #pragma unroll
-        for (int j = 0; j < 4; j++) last[j] = four.get(3 - j);
-    } else {
+    for (int j = 0; j < TAPS - 1; j++)
+        if (j < width - 1) {
+            if (j == next) from += length * state_time;  // in a ring
+            past[j] = *from;
+            from -= state_time;
+        }
+    if (!positions && written) {
+        // Inputs that the filter does not reach move first, as both rows may be one.
+#pragma unroll 1
+        for (i64 k = 0; k < place - (width - 1); k++)
+            written[k * state_time] = inputs[(k + next - place) * state_time];
 #pragma unroll
-        for (int j = 0; j < TAPS; j++)
-            if (j < width - 1) {
-                i64 at = next - 1 - j;
-                if (at < 0) at += length;
-                last[j] = Element::widen(inputs[at * state_time]);
-            }
+        for (int j = 0; j < TAPS - 1; j++)
+            if (j < width - 1 && j < place) written[(place - 1 - j) * state_time] = past[j];
     }
-    // In a ring, steps may overwrite what later steps do not need any more.
+    float last[TAPS];  // last[j] is j steps back
+#pragma unroll
+    for (int j = 0; j < TAPS; j++) last[j] = j < TAPS - 1 ? Element::widen(past[j]) : 0.f;
+    Storage* const row = positions ? inputs : written;
+    Storage bits = *in;
 #pragma unroll 1
     for (i64 t = 0; t < steps; t++) {
-        const Storage bits = in[t * x_time];
+        in += x_time;
+        const Storage following = t + 1 < steps ? *in : Storage(0);
 #pragma unroll
         for (int j = TAPS - 1; j > 0; j--) last[j] = last[j - 1];
         last[0] = Element::widen(bits);
@@ -106,22 +143,11 @@ causal_conv1d_update(const Storage* x, Storage* state, const void* weight, const
 #pragma unroll
         for (int j = 0; j < TAPS; j++)
             if (j < width) sum = __fmaf_rn(filter.tap[j], last[j], sum);
-        out[t * y_time] = Element::narrow(activated(sum, flags));
-        if (positions) {
-            inputs[next * state_time] = bits;
-            if (++next == length) next = 0;
-        }
+        *out = Element::narrow(activated(sum, flags));
+        out += y_time;
+        if (row && place >= 0 && place < length) row[place * state_time] = bits;
+        place++;
+        if (positions && place == length) place = 0;
+        bits = following;
     }
-    if (positions || !written) return;
-    if (together) {
-        Chunk<Element, 4> row;
-        row.fill(0);
-#pragma unroll
-        for (int k = 0; k < 4; k++) row.put(k, k < 3 ? four.bits(k + 1) : in[0]);
-        store_global(written, words_of(row));
-        return;
-    }
-#pragma unroll 1
-    for (i64 k = 0; k < end; k++)
-        written[k * state_time] = k < kept ? inputs[(k + moved) * state_time] : in[(k - kept) * x_time];
 }

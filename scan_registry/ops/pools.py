@@ -173,7 +173,7 @@ def scan_rows(
     states = rows.read()
     states = _packed(states, sequences_dim) if packed else states
     columns = rows.checkpoint_batch_indices
-    if columns is None or not first.shape[dim]:
+    if columns is None or not columns.shape[1] or not first.shape[dim]:
         out, states = scan({name: own.tensor for name, own in timed.items()}, states, cu_seqlens)
     elif packed:
         parts = _Rounds(rows, scan, timed, out_dim, sequences_dim)
