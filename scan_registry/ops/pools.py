@@ -75,25 +75,28 @@ class StateRows(NamedTuple):
         return states.masked_fill_(absent.view(-1, *(1,) * (states.dim() - 1)), 0)
 
     def write(self, states: Tensor, indices: Tensor) -> None:
-        """Put states into rows. A sequence without one writes what another sequence writes; or row 0 as it is, if
-        none has a row: shapes do not depend on how many have."""
+        """Put states into rows. Shapes do not depend on how many sequences have a row: one without writes what the first one
+        with a row writes, too; and if none has, the row that is written gets back what it held."""
         if not states.shape[0]:
             return
         rows, absent = self._rows(indices)
-        present = ~absent
-        some = present.to(torch.uint8).argmax(keepdim=True)
-        source = torch.where(present, torch.arange(len(rows), device=rows.device), some)
-        states = states.index_select(0, source).to(self.pool.dtype)
+        first = absent.to(torch.uint8).argmin(0, keepdim=True)
+        source = torch.where(absent, first, torch.arange(rows.shape[0], device=rows.device))
+        rows = rows.index_select(0, source)
+        before = self.pool.index_select(0, rows[:1])
+        self.pool.index_copy_(0, rows, states.index_select(0, source).to(self.pool.dtype))
+        after = self.pool.index_select(0, rows[:1])
         none = absent.all().view((1,) * states.dim())
-        self.pool.index_copy_(
-            0, rows.index_select(0, source), torch.where(none, self.pool[:1], states)
-        )
+        self.pool.index_copy_(0, rows[:1], torch.where(none, before, after))
 
     def _rows(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of rows that there are, and where an index stands for none."""
-        rows = indices.long()
-        absent = (rows < 0) | (rows >= self.pool.shape[0]) | (rows == self.pad_slot_id)
-        return rows.masked_fill(absent, 0), absent
+        indices = indices.long()
+        rows = indices.clamp(0, self.pool.shape[0] - 1)
+        absent = rows != indices
+        if self.pad_slot_id >= 0:
+            absent = absent | (indices == self.pad_slot_id)
+        return rows, absent
 
 
 class Timed(NamedTuple):
