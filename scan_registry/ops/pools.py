@@ -25,7 +25,7 @@ from scan_registry.ops.checks import (
 )
 from scan_registry.ops.values import check_rows
 
-__all__ = ["StateRows", "refuse_checkpoints", "scan_rows", "stand_in", "timed"]
+__all__ = ["StateRows", "refuse_checkpoints", "scan_rows", "stand_in", "step_rows", "timed"]
 
 #: A scan of tensors by name, of the states before, and of bounds of packed sequences: its output and the states after.
 Scan = Callable[[Mapping[str, Any], Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -88,6 +88,11 @@ class StateRows(NamedTuple):
         after = self.pool.index_select(0, rows[:1])
         none = absent.all().view((1,) * states.dim())
         self.pool.index_copy_(0, rows[:1], torch.where(none, before, after))
+
+    def destinations(self) -> Tensor:
+        """The numbers of the rows that final states are written to."""
+        written = self.dst_state_batch_indices
+        return self.state_batch_indices if written is None else written
 
     def _rows(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of rows that there are, and where an index stands for none."""
@@ -183,11 +188,20 @@ def scan_rows(
         out, states = parts.run(states, cu_seqlens, columns)
     else:
         out, states = _by_slices(rows, scan, timed, out_dim, states, columns)
-    written = rows.dst_state_batch_indices
-    if written is None:
-        written = rows.state_batch_indices
-    rows.write(_unpacked(states, sequences_dim) if packed else states, written)
+    rows.write(_unpacked(states, sequences_dim) if packed else states, rows.destinations())
     return out, states
+
+
+def step_rows(
+    operator: str, rows: StateRows, step: Callable[[Tensor], Tensor], *tensors: Any
+) -> Tensor:
+    """The states that ``step`` makes of those of the sequences, which are in the pool then."""
+    refuse_checkpoints(rows, **{"single steps": True})
+    indices = rows.state_batch_indices
+    _check(operator, rows, indices.shape[0] if isinstance(indices, Tensor) else 0, tensors)
+    states = step(rows.read())
+    rows.write(states, rows.destinations())
+    return states
 
 
 def _by_slices(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from scan_registry.ops.checks import (
     refuse_mapped,
     refuse_shared_elements,
 )
+from scan_registry.ops.pools import StateRows, step_rows
 
 __all__ = ["linear_scan_step"]
 
@@ -24,7 +26,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 _WIDE = (torch.float64, torch.complex128)
 
 
-def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
+def linear_scan_step(state: Tensor | StateRows, gate: Tensor, token: Tensor) -> Tensor:
     """state = gate · state + token, in place: one step of ``linear_scan`` along time, for generation.
 
     It is torch's own ``addcmul``, so one launch on a GPU, which a CUDA graph can record and ``torch.compile`` fuses with
@@ -33,13 +35,14 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
     Args:
         state: (batch, channels), or of any shape and strides: float32, bfloat16, float16, float64 or complex64, on the
             CPU complex128 too. A float32 state goes with narrower gates and tokens, as the final state of
-            ``linear_scan`` does. No element may be there twice, as in an expanded tensor.
+            ``linear_scan`` does. No element may be there twice, as in an expanded tensor. Or ``StateRows``, rows of a
+            pool, of which the tensors below have one each; torch's operators then gather and scatter them.
         gate: broadcasts to the shape of ``state``. Its dtype may differ from those of the others; float64 goes with
             float64 only, and complex numbers with a complex state.
         token: broadcasts to the shape of ``state``; its dtype is free as that of ``gate`` is.
 
     Returns:
-        ``state``.
+        ``state``; of ``StateRows`` the new states of the sequences.
 
     Raises:
         RuntimeError: a derivative is asked for: a tensor requires one, and ``torch.no_grad()`` or
@@ -49,6 +52,9 @@ def linear_scan_step(state: Tensor, gate: Tensor, token: Tensor) -> Tensor:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape does not broadcast to that of the state, or devices differ.
     """
+    if isinstance(state, StateRows):
+        step = partial(linear_scan_step, gate=gate, token=token)
+        return step_rows("linear_scan_step", state, step, gate, token)
     if not _is_usual(state, gate, token):
         _check(state, gate, token)
     if not _is_compiling():

@@ -246,6 +246,33 @@ def test_a_narrower_pool_is_rounded(name: str, narrow: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_linear_step(dtype: torch.dtype, device: str) -> None:
+    """Of the sequences' rows; those of others keep their bits, and a sequence without a row starts from zeros."""
+    torch.manual_seed(0)
+    pool = torch.randn(SLOTS, 7).to(dtype)
+    gate, token = (torch.rand(SEQUENCES, 7).to(dtype) for _ in "ab")
+    read, written = torch.tensor([3, -1, 9, 3, 0, 12]), torch.tensor([1, 2, -1, 3, 18, 12])
+    states = pool[read.clamp(min=0)].double() * (read >= 0).unsqueeze(1)
+    expected, after = gate.double() * states + token.double(), pool.to(device)
+    rows = StateRows(after, read.to(device), written.to(device))
+    found = scan_registry.linear_scan_step(rows, gate.to(device), token.to(device)).cpu()
+    torch.testing.assert_close(found, expected.to(dtype))
+    stored = written >= 0
+    right = pool.index_copy(0, written[stored], found[stored])
+    assert torch.equal(after.cpu(), right)
+
+
+def test_a_linear_step_has_no_checkpoints() -> None:
+    rows = StateRows(POOL, READ, checkpoint_interval=1, checkpoint_batch_indices=READ.view(2, 1))
+    gate = torch.rand(2, 3)
+    with pytest.raises(ValueError, match="checkpoint_interval does not go with single steps"):
+        scan_registry.linear_scan_step(rows, gate, gate)
+    with pytest.raises(RuntimeError, match="linear_scan_step has no derivative"):
+        scan_registry.linear_scan_step(StateRows(POOL, READ), gate.requires_grad_(), gate)
+
+
 def test_returns_final_states_too() -> None:
     prompts = Prompts("ssd_scan", torch.float32, "cpu", packed=True)
     arguments = {**prompts.timed, **prompts.fixed, "cu_seqlens": prompts.bounds}
