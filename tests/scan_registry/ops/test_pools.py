@@ -254,13 +254,13 @@ def test_a_linear_step(dtype: torch.dtype, device: str) -> None:
     pool = torch.randn(SLOTS, 7).to(dtype)
     gate, token = (torch.rand(SEQUENCES, 7).to(dtype) for _ in "ab")
     read, written = torch.tensor([3, -1, 9, 3, 0, 12]), torch.tensor([1, 2, -1, 3, 18, 12])
-    states = pool[read.clamp(min=0)].double() * (read >= 0).unsqueeze(1)
-    expected, after = gate.double() * states + token.double(), pool.to(device)
+    entering = pool[read.clamp(min=0)].double() * (read >= 0).unsqueeze(1)
+    expected, after = gate.double() * entering + token.double(), pool.to(device)
     rows = StateRows(after, read.to(device), written.to(device))
-    found = scan_registry.linear_scan_step(rows, gate.to(device), token.to(device)).cpu()
-    torch.testing.assert_close(found, expected.to(dtype))
+    states = scan_registry.linear_scan_step(rows, gate.to(device), token.to(device)).cpu()
+    torch.testing.assert_close(states, expected.to(dtype))
     stored = written >= 0
-    right = pool.index_copy(0, written[stored], found[stored])
+    right = pool.index_copy(0, written[stored], states[stored])
     assert torch.equal(after.cpu(), right)
 
 

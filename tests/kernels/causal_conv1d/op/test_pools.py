@@ -131,12 +131,12 @@ def test_drafts(width: int, dtype: torch.dtype, packed: bool, device: str) -> No
         options = {"conv_state_indices": rows, "num_accepted_tokens": accepted}
         if packed:
             bounds = bounds_of(lengths, torch.int64)
-            outputs = server.update(torch.cat(drafts), cu_seqlens=bounds, **options)
-            found = list(outputs.split(lengths))
+            y = server.update(torch.cat(drafts), cu_seqlens=bounds, **options)
+            outputs = list(y.split(lengths))
         else:
-            found = list(server.update(torch.stack(drafts).mT, **options).mT)
+            outputs = list(server.update(torch.stack(drafts).mT, **options).mT)
         counts = [int(torch.randint(1, n + 1, ())) for n in lengths]
-        for number, y in enumerate(found):
+        for number, y in enumerate(outputs):
             before = taken[number][len(taken[number]) - (width - 1) :].T
             server.check(y, server.loop(before, drafts[number]))
             taken[number] = torch.cat([taken[number], drafts[number][: counts[number]]])
@@ -150,11 +150,11 @@ def test_a_ring_takes_drafts_back() -> None:
     x, weight = torch.randn(2, 3, 9), torch.randn(3, 4)
     ring, wrong = torch.zeros(2, 3, 6), torch.randn(2, 3, 3)
     steps = (x[..., :3], 0), (wrong, 3), (x[..., 3:6], 3), (wrong, 6), (x[..., 6:], 6)
-    found = [
+    outputs = [
         causal_conv1d_update(drafts, ring, weight, None, None, torch.full((2,), count))
         for drafts, count in steps
     ]
-    torch.testing.assert_close(torch.cat(found[::2], -1), causal_conv1d(x, weight))
+    torch.testing.assert_close(torch.cat(outputs[::2], -1), causal_conv1d(x, weight))
 
 
 def test_a_destination_that_is_no_row_leaves_the_pool() -> None:
