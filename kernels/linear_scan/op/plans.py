@@ -44,6 +44,8 @@ POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction", "summary")
 }
+#: More sums of gates' gradients than these are added up in two steps.
+_MANY_SUMS = 2**18
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -379,7 +381,7 @@ def plan_backward(
             }
         )
         if summing is not None and gates_grad is not None:
-            gates_grad = _sum_to(gates, layout.total(gates_grad), dim, cu_seqlens)
+            gates_grad = _sum_to(gates, layout.each_sum(gates_grad), dim, cu_seqlens)
         elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)
         elif gates_grad is not None and broadcast:
@@ -409,9 +411,15 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
 
 
 def _sum_to(gates: Tensor, sums: Tensor, dim: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Sums that lie as states do, over sequences and whatever else the gates are broadcast along."""
-    sums = sums.unsqueeze(dim) if cu_seqlens is None else sums.sum(dim, keepdim=True)
-    return sums.sum_to_size(gates.shape).to(gates.dtype).contiguous()
+    """The total of sums that lie as states do, over sequences and whatever else the gates are broadcast along: one reduction, but
+    for many sums, of which it would take twice their memory: first over what lies apart."""
+    if sums.numel() > _MANY_SUMS:
+        sums = sums.sum(0, keepdim=True)
+    if cu_seqlens is None:
+        sums = sums.unsqueeze(dim if dim < 0 else dim + 1)
+    missing = sums.dim() - gates.dim()  # the first dimension, and those that the gates lack
+    axes = [*range(missing), *(d + missing for d, size in enumerate(gates.shape) if size == 1)]
+    return sums.sum(axes).reshape(gates.shape).to(gates.dtype).contiguous()
 
 
 def _plan_reduction(

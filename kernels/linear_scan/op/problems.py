@@ -47,10 +47,10 @@ class StateLayout:
         """Room for so many sums for each state, one after those of all states."""
         return torch.empty((pieces, math.prod(self.shape)), dtype=self.dtype, device=self.device)
 
-    def total(self, sums: Tensor) -> Tensor:
-        """The sum of what ``sums`` made room for, as a state lies."""
-        total = sums.sum(0) if sums.shape[0] > 1 else sums[0]
-        return total.as_strided(self.shape, self.strides)
+    def each_sum(self, sums: Tensor) -> Tensor:
+        """What ``sums`` made room for, each as a state lies."""
+        pieces, states = sums.shape
+        return sums.as_strided((pieces, *self.shape), (states, *self.strides))
 
     def entering(self, state: Tensor | None) -> Tensor | None:
         """A state that lies so: itself where it does."""
