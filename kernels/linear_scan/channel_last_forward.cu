@@ -4,10 +4,11 @@
 // maps (gate, token). Then it computes and writes the states, from the state that enters them. Each input is read once and
 // the output is written once: 12 bytes per element in float32, 6 in bfloat16 and float16.
 //
-// The constants that a variant is compiled with (spec.py) choose one of four designs. Each header has a picture of its
+// The constants that a variant is compiled with (spec.py) choose one of five designs. Each header has a picture of its
 // tiles:
 //
 //     NARROW          narrow_columns.cuh   at most 32 channels, rows at any address
+//     SCALAR          scalar_columns.cuh   rows at any address, in tiles that are held in registers
 //     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
 //                                          (CTAS_PER_COLUMN > 1)
 //     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
@@ -15,6 +16,8 @@
 #if NARROW
 #define BACKWARD 0
 #include "narrow_columns.cuh"
+#elif SCALAR
+#include "scalar_columns.cuh"
 #elif SINGLE_WAVE
 #include "single_wave.cuh"
 #elif CTAS_PER_COLUMN > 1
@@ -186,6 +189,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const i64 own_state = blockIdx.x * state_batch + threadIdx.x * state_channel;
     const State* const before = initial_state ? initial_state + own_state : nullptr;
     pass_over(Walk(channels, time, flags & 1), from, to, before, final_state ? final_state + own_state : nullptr, before);
+#elif SCALAR
+    const Walk walk(time, flags & 1, nullptr, 0);
+    const Position at(static_cast<unsigned*>(workspace), batch, channels, time);
+    const Gates gate(Rows(gates, gates_batch, gates_time, at, walk), at);
+    Staged token(1, at);
+    token.copy_in(Rows(tokens, tokens_batch, tokens_time, at, walk), at, at.rows);
+    wait_for_tile();
+    const auto step = [&](int k) { return ForwardStep::map(gate.get(k), token.get(k)); };
+    Affine own;
+#pragma unroll AT_ONCE
+    for (int k = 0; k < at.own; k++) own = compose(own, step(k));
+    const i64 own_state = at.batch * state_batch + (at.channel + at.lane) * state_channel;
+    State x = enter_rows(own, at, workspace, time, initial_state ? initial_state + own_state : nullptr,
+                         final_state ? final_state + own_state : nullptr);
+    Rows to(states, states_batch, states_time, at, walk);
+#pragma unroll AT_ONCE
+    for (int k = 0; k < at.own; k++, to.advance(1)) x = step(k)(x), to.first[at.lane] = Element::narrow(x);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

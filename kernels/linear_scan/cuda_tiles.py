@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan import narrow, registers, rings, space
+from scan_registry.kernels.linear_scan import narrow, registers, rings, scalar, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
-from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, SCALAR, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Pins
 
 
@@ -23,16 +23,17 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
             return mixed(layout) if ITEM_SIZE[dtype] == 8 else (short, long)
         # In dtypes of 8 bytes, generic variants take short rows.
         return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
-    if access == "generic":  # 32 channels wide, so that many run side by side, or narrow
-        few = {**registers.WIDE, "lanes": registers.NARROW}
-        return mixed(layout) if ITEM_SIZE[dtype] == 8 else [registers.WIDE, few]
-    narrow_tiles = narrow.tiles(direction, dtype)
-    return list(narrow_tiles if access == NARROW else _column_and_cut(direction, dtype, access))
+    if access == "generic":
+        return mixed(layout)
+    of_access = {NARROW: narrow.tiles, SCALAR: scalar.tiles}.get(access)
+    return list(
+        of_access(direction, dtype) if of_access else _column_and_cut(direction, dtype, access)
+    )
 
 
 def mixed(layout: Layout) -> Sequence[Tile]:
-    """The one tile of generic access for mixed dtypes and dtypes of 8 bytes. It takes rows, or columns, of any
-    size."""
+    """The one tile of generic access for contiguous channels, and for rows of mixed dtypes and dtypes of 8 bytes. It takes
+    rows, or columns, of any size."""
     return [{"warps": 4, "rows": 1, "steps": 1} if layout == "time_last" else registers.WIDE]
 
 
@@ -91,6 +92,8 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
         yield from of_dtype(dtype)
     elif access == NARROW:
         yield from narrow.tiles(direction, dtype)
+    elif access == SCALAR:
+        yield from scalar.tiles(direction, dtype)
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
     elif access == VARLEN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.space import NARROW, Tile
+from scan_registry.kernels.linear_scan.space import Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Bytes of a tile of one tensor.
@@ -20,10 +20,6 @@ _CHANNELS = 32
 _LEAST_BATCHES, _LEAST_SCANS = 64, 1024
 
 
-def is_narrow(variant: Variant) -> bool:
-    return dict(variant.statics).get("access") == NARROW
-
-
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
     """The one that every wheel holds, of float32."""
     if dtype == "float32":
@@ -31,10 +27,18 @@ def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
         yield {"warps": 5, "stages": stages, "blocks": blocks}
 
 
-def shared(direction: Direction, tile: Tile) -> int:
+def shared(direction: Direction, variant: Variant) -> int:
+    return ring_bytes(direction, dict(variant.statics))
+
+
+def ring_bytes(direction: Direction, tile: Tile) -> int:
     """Bytes of the ring of a CTA, and of two tiles of its results."""
     inputs, results = (2, 1) if direction == "forward" else (3, 2)
     return AREA * (int(tile["stages"]) * inputs + 2 * results)
+
+
+def sums(variant: Variant) -> bool:
+    return False
 
 
 def times(variant: Variant) -> int:
@@ -42,7 +46,7 @@ def times(variant: Variant) -> int:
     return AREA // (_CHANNELS * ITEM_SIZE[variant.text("dtype")])
 
 
-def fits_rows(problem: LinearScanProblem) -> bool:
+def _fits_rows(problem: LinearScanProblem) -> bool:
     """Whether rows follow one another without gaps, and not all are aligned."""
     return (
         problem.time > 1
@@ -51,8 +55,10 @@ def fits_rows(problem: LinearScanProblem) -> bool:
     )
 
 
-def refuses(problem: LinearScanProblem) -> str | None:
-    """Why a problem whose rows fit is too wide, or too small."""
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why a problem has other rows, or is too wide, or too small."""
+    if not _fits_rows(problem):
+        return "rows do not follow one another without gaps, or all are aligned"
     if problem.channels > _CHANNELS:
         return f"{problem.channels} channels; it takes at most {_CHANNELS}"
     scans = problem.batch * problem.channels
@@ -61,6 +67,11 @@ def refuses(problem: LinearScanProblem) -> str | None:
     return None
 
 
-def launch(problem: LinearScanProblem) -> Launch:
+def cost(variant: Variant, problem: LinearScanProblem) -> float:
+    """It takes only what it is the fastest for."""
+    return -1.0
+
+
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """A CTA for each batch."""
     return Launch((problem.batch, 1, 1), problem.scalars())

@@ -7,12 +7,17 @@ In time-last kernels ``warps`` share a row, which may be misaligned, a CTA has `
 
 from __future__ import annotations
 
-from scan_registry.kernels.linear_scan.problem import LinearScanProblem, ceil_div, state_dtype
-from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.linear_scan import streams
+from scan_registry.kernels.linear_scan.problem import (
+    ONE_GATE,
+    Direction,
+    LinearScanProblem,
+    ceil_div,
+    state_dtype,
+)
+from scan_registry.kernels.linear_scan.space import MISALIGNED, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
-#: Lanes side by side of a narrow tile, and how many channels at most it is for.
-NARROW, MOST_NARROW = 4, 8
 #: The usual tile of generic access: 32 channels wide, so that many run side by side.
 WIDE: Tile = {"warps": 8, "lanes": 32, "vector": 1, "steps": 8}
 
@@ -54,16 +59,6 @@ def channel_last_tile(variant: Variant) -> tuple[int, int]:
     return lanes * vector, variant.number("warps") * (32 // lanes) * variant.number("steps")
 
 
-def channel_last_refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
-    """Narrow tiles are for few channels, and have more time steps. In a wide tile most lanes would be idle then."""
-    lanes = variant.number("lanes")
-    if ITEM_SIZE[problem.dtype] == 8 or problem.gates_dtype != problem.dtype:
-        return None  # there are no narrow ones
-    if (problem.channels <= MOST_NARROW) != (lanes <= NARROW):
-        return f"its tiles are {lanes} channels wide, and there are {problem.channels} channels"
-    return None
-
-
 def channel_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
     return 0.5 if variant.text("access") == "generic" else 0.0
 
@@ -76,3 +71,47 @@ def channel_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
     words_of_map = compensated * ITEM_SIZE[state_dtype(problem.dtype)] // 4
     words = min(tiles - 1, 2) * columns * channels * words_of_map
     return Launch((columns * tiles, 1, 1), problem.scalars(), 16 + 8 * words if tiles > 1 else 0)
+
+
+# --- The design -------------------------------------------------------------------------------
+
+
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why the rows of a problem are not what the variant needs."""
+    access, chunk = variant.text("access"), problem.chunk()
+    if access != "generic" and problem.one_gate_a_row():
+        return ONE_GATE
+    if access == MISALIGNED:
+        if not streams.fits_rows(variant, problem):
+            return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
+        return None
+    if access != "generic" and not problem.whole_chunks(chunk):
+        return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
+    return None
+
+
+def times(variant: Variant) -> int:
+    """Time steps that a tile covers."""
+    if variant.kernel.startswith("time_last"):
+        return time_last_tile(variant)
+    return channel_last_tile(variant)[1]
+
+
+def cost(variant: Variant, problem: LinearScanProblem) -> float:
+    if problem.layout == "time_last":
+        return time_last_cost(variant, problem)
+    return channel_last_cost(variant, problem)
+
+
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
+    if problem.layout == "time_last":
+        return time_last_launch(variant, problem)
+    return channel_last_launch(variant, problem)
+
+
+def sums(variant: Variant) -> bool:
+    return False
+
+
+def shared(direction: Direction, variant: Variant) -> int:
+    return 0

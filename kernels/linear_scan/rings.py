@@ -191,7 +191,7 @@ def resident(
 def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a CTA's ring."""
     if access == NARROW:
-        return narrow.shared(direction, tile)
+        return narrow.ring_bytes(direction, tile)
     inputs = 2 if direction == "forward" else 3
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:

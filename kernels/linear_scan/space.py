@@ -35,8 +35,14 @@ VARLEN = "varlen"
 MISALIGNED = "misaligned"
 #: Rows of few contiguous channels, without gaps between rows. Each tensor may begin at any address.
 NARROW = "narrow"
-#: The accesses of rows that are not aligned, by layout. Where two of them take a problem, the first one is chosen.
-NOT_ALIGNED = {"time_last": (MISALIGNED,), "channel_last": (NARROW, MISALIGNED)}
+#: Rows of contiguous channels at any address, read element by element.
+SCALAR = "scalar"
+#: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
+#: chosen.
+PLAIN = {
+    "time_last": ("aligned", MISALIGNED),
+    "channel_last": (SCALAR, "aligned", NARROW, MISALIGNED),
+}
 
 #: Static parameters beside dtypes and access.
 Tile: TypeAlias = Mapping[str, Static]

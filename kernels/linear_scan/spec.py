@@ -4,7 +4,8 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with the
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
-16-byte boundaries, ``narrow`` few contiguous channels of float32 at any address; ``generic`` takes all.
+16-byte boundaries, ``narrow`` few contiguous channels of float32 at any address, ``scalar`` contiguous channels at any address,
+element by element; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from scan_registry.kernels.linear_scan import (
     streams,
     timing_model,
 )
+from scan_registry.kernels.linear_scan.designs import design_of
 from scan_registry.kernels.linear_scan.problem import (
     DIMENSIONS,
     MOST_ALONG_Y,
@@ -110,7 +112,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
         return reason
     if variant.text("gates") != problem.gates_dtype:
         return f"gates in {variant.text('gates')}, not {problem.gates_dtype}"
-    if problem.sums and not streams.sums(variant):
+    if problem.sums and not (variant.language == "cuda" and design_of(variant).sums(variant)):
         return "it does not sum the gradient of gates"
     if dict(variant.statics).get("reverse", problem.reverse) != problem.reverse:
         return "it scans the other way"
@@ -120,7 +122,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     if access == "varlen" and problem.sequences == 0:
         return "no sequences are packed"
-    if access in ("aligned", space.MISALIGNED, space.NARROW) and problem.sequences > 0:
+    if access in space.PLAIN[problem.layout] and problem.sequences > 0:
         return "sequences are packed"
     if access != "generic" and not problem.plain():
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
@@ -146,15 +148,17 @@ def _may_reset(variant: Variant) -> int:
 
 def _cuda_constants(variant: Variant) -> dict[str, Static]:
     statics = dict(variant.statics)
+    access = statics.get("access", "generic")
     tile = {name.upper(): value for name, value in variant.statics if isinstance(value, int)}
     return {
         "ELEMENT": variant.text("dtype"),
         "GATE_ELEMENT": statics.get("gates", variant.text("dtype")),
-        "ALIGNED": int(statics.get("access", "generic") != "generic"),
-        "VARLEN": int(statics.get("access") == "varlen"),
+        "ALIGNED": int(access != "generic"),
+        "VARLEN": int(access == "varlen"),
         "MAY_RESET": _may_reset(variant),
-        "MISALIGNED": int(statics.get("access") == "misaligned"),
-        **({"NARROW": 1, "AREA": narrow.AREA} if narrow.is_narrow(variant) else {}),
+        "MISALIGNED": int(access == "misaligned"),
+        **({"NARROW": 1, "AREA": narrow.AREA} if access == space.NARROW else {}),
+        **({"SCALAR": 1} if access == space.SCALAR else {}),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
         "CTAS_PER_COLUMN": 1,
@@ -165,46 +169,19 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
 
 
 def _cuda_accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
-    if reason := _rejects_static(variant, problem):
-        return reason
-    chunk = problem.chunk()
-    streamed = streams.is_streamed(variant)
-    if not streamed and variant.text("access") != "generic" and problem.one_gate_a_row():
-        return ONE_GATE
-    if streamed or variant.text("access") == space.MISALIGNED:
-        if not streams.fits_rows(variant, problem):
-            return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
-        return streams.refuses(variant, problem) if streamed else None
-    channel_last = problem.layout == "channel_last"
-    chunk = variant.number("vector") if channel_last else chunk
-    if variant.text("access") != "generic" and not problem.whole_chunks(chunk):
-        return f"rows are not made of whole chunks of {chunk} {problem.dtype} in aligned memory"
-    return registers.channel_last_refuses(variant, problem) if channel_last else None
+    return _rejects_static(variant, problem) or design_of(variant).accepts(variant, problem)
 
 
 def _cuda_times(variant: Variant) -> int:
-    """Times that a tile covers."""
-    if streams.is_streamed(variant):
-        return streams.times(variant)
-    if variant.kernel.startswith("time_last"):
-        return registers.time_last_tile(variant)
-    return registers.channel_last_tile(variant)[1]
+    return design_of(variant).times(variant)
 
 
 def _cuda_cost(variant: Variant, problem: LinearScanProblem) -> float:
-    if streams.is_streamed(variant):
-        return streams.cost(variant, problem)
-    if problem.layout == "time_last":
-        return registers.time_last_cost(variant, problem)
-    return registers.channel_last_cost(variant, problem)
+    return design_of(variant).cost(variant, problem)
 
 
 def _cuda_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
-    if streams.is_streamed(variant):
-        return streams.launch(variant, problem, sm_count)
-    if problem.layout == "time_last":
-        return registers.time_last_launch(variant, problem)
-    return registers.channel_last_launch(variant, problem)
+    return design_of(variant).launch(variant, problem, sm_count)
 
 
 def _may_spill(kernel: str, defaults: Space) -> Iterator[Variant]:
@@ -217,7 +194,7 @@ def _may_spill(kernel: str, defaults: Space) -> Iterator[Variant]:
 def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
     name = f"{layout}_{direction}"
     time_last = layout == "time_last"
-    accesses = (*space.ACCESSES, *space.NOT_ALIGNED[layout], space.VARLEN)
+    accesses = (*space.PLAIN[layout], "generic", space.VARLEN)
     # Of contiguous channels, generic variants take packed sequences where tables name no other.
     usual = accesses if time_last else accesses[:-1]
     defaults = scans(partial(cuda_tiles.usual, layout, direction), usual, cuda_tiles.mixed(layout))
@@ -232,7 +209,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             entry=f"{FAMILY_NAME}_{name}",
             constants=_cuda_constants,
             warps=lambda variant: rings.warps(dict(variant.statics)),
-            shared=partial(streams.shared, direction),
+            shared=lambda variant: design_of(variant).shared(direction, variant),
             may_spill=frozenset(_may_spill(name, defaults)),
         ),
         rules=Rules(

@@ -9,7 +9,6 @@ Most take memory that is aligned to 16 bytes. Which static parameters a variant 
   ``ctas_per_column`` (``multi_cta_column.cuh``) several CTAs take the tiles of one column in turn, and publish a
   tile's aggregate ``aggregate_lead`` turns before they need its states. With ``single_wave`` (``single_wave.cuh``)
   all tiles of a column are read at once by as many CTAs as the GPU holds.
-- Channels contiguous, at most 32 of float32, rows at any address (``narrow_columns.cuh``): see ``narrow.py``.
 - Channels contiguous and few (``channel_stream.cuh``): ``lanes`` threads along the channels, each with ``vector`` of
   them in ``steps`` time steps.
 - Few scans of either layout (``lookback.cuh``) are cut into segments, a tile for each warp of a CTA; a segment's
@@ -23,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from scan_registry.kernels.linear_scan import narrow, rings
+from scan_registry.kernels.linear_scan import rings
 from scan_registry.kernels.linear_scan.problem import (
     MOST_ALONG_Y,
     SUM_STEPS,
@@ -63,12 +62,8 @@ def is_column_serial(variant: Variant) -> bool:
 
 def sums(variant: Variant) -> bool:
     """Whether a backward variant can sum the gradient of gates over time."""
-    if not is_streamed(variant) or variant.language != "cuda":
-        return False
     if is_column_serial(variant):
         return True
-    if narrow.is_narrow(variant):
-        return False
     if variant.kernel.startswith("time_last"):
         return variant.text("access") != VARLEN
     return variant.number("steps") <= 4 and times(variant) >= SUM_STEPS
@@ -76,16 +71,12 @@ def sums(variant: Variant) -> bool:
 
 def shared(direction: Direction, variant: Variant) -> int:
     """Bytes of dynamic shared memory of a block."""
-    if not is_streamed(variant):
-        return 0
     tile = {name: value for name, value in variant.statics if isinstance(value, int)}
     return rings.shared(direction, variant.text("dtype"), variant.text("access"), tile)
 
 
 def times(variant: Variant) -> int:
     """Time steps that a tile covers."""
-    if narrow.is_narrow(variant):
-        return narrow.times(variant)
     lanes = variant.number("lanes_across" if is_column_serial(variant) else "lanes")
     if variant.kernel.startswith("time_last"):
         return lanes * variant.number("pieces") * 16 // ITEM_SIZE[variant.text("dtype")]
@@ -116,10 +107,16 @@ def cuts_packed(problem: LinearScanProblem) -> bool:
     return problem.time >= max(_LEAST_ROW, _LEAST_MEAN * problem.sequences)
 
 
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why the variant cannot copy the problem's rows, or solve it."""
+    if not fits_rows(variant, problem):
+        chunk = problem.chunk()
+        return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
+    return refuses(variant, problem)
+
+
 def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:
     """Whether the variant can copy the problem's rows."""
-    if narrow.is_narrow(variant):
-        return narrow.fits_rows(problem)
     whole = problem.whole_chunks(problem.chunk())
     return not whole and problem.congruent() if _is_misaligned(variant) else whole
 
@@ -133,12 +130,6 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     if rows > _MOST_ROWS:
         return f"{rows} rows; it counts {_MOST_ROWS}"
-    if narrow.is_narrow(variant):
-        return narrow.refuses(problem)
-    return _refuses_columns(variant, problem)
-
-
-def _refuses_columns(variant: Variant, problem: LinearScanProblem) -> str | None:
     if (_ctas_per_column(variant) > 1 or _is_single_wave(variant)) and problem.sums:
         return "blocks that share a column do not sum the gradient of gates"
     if _is_single_wave(variant):
@@ -163,8 +154,6 @@ def _refuses_single_wave(problem: LinearScanProblem) -> str | None:
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
     """The preference without tuning. Contiguous channels: whole columns, unless they would leave most of any GPU
     idle. Contiguous time: tiles that rows fill best, and of these the widest."""
-    if narrow.is_narrow(variant):
-        return -1.0  # it takes only what it is the fastest for
     if problem.layout == "channel_last":
         alone = (
             is_column_serial(variant)
@@ -198,8 +187,6 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """One CTA for each column, but if these are far more than the GPU holds at once, as many as it holds. Scans that
     are cut: one CTA for each segment, at most as many as the GPU holds. Single wave: as many as it holds."""
-    if narrow.is_narrow(variant):
-        return narrow.launch(problem)
     at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
         segments = _segments(variant, problem)

@@ -17,7 +17,7 @@ from processes import captured
 from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
-from scan_registry.kernels.linear_scan.narrow import is_narrow
+from scan_registry.kernels.linear_scan.space import NARROW
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 
@@ -62,7 +62,9 @@ def chosen() -> Iterator[Variant]:
     every += [
         v
         for v in FAMILY.variants()
-        if v.language == "cuda" and v.text("dtype") not in dtypes and not is_narrow(v)
+        if v.language == "cuda"
+        and v.text("dtype") not in dtypes
+        and ("access", NARROW) not in v.statics
     ]
     tries = {variant: ways(variant) for variant in every}
     missing = set[object]().union(*tries.values())

@@ -10,8 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from scan_registry.kernels.linear_scan import cases, narrow
+from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.space import NARROW
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
@@ -35,7 +36,7 @@ SHAPES = (
 def the_kernel(direction: str) -> tuple[Kernel, Variant]:
     """A kernel, and its one variant for narrow rows."""
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    (variant,) = filter(narrow.is_narrow, kernel.every)
+    (variant,) = (v for v in kernel.every if ("access", NARROW) in v.statics)
     assert variant in kernel.variants
     return kernel, variant
 

@@ -99,7 +99,8 @@ def test_results_are_right(case, reverse):
 @pytest.mark.parametrize("case", ROUTED)
 def test_the_forward_pass_takes_a_route(case):
     case = runs(Case.parse(case))
-    decisions = routes(*tensors_of(case)[:3], case, None)
+    gates, tokens, initial, bounds = tensors_of(case)
+    decisions = routes(gates, tokens, initial, case, bounds)
     assert decisions["forward"].route is not None
 
 
@@ -113,8 +114,10 @@ def test_packed_rows_go_to_triton():
 @pytest.mark.parametrize("case", ROUTED)
 def test_in_a_cuda_graph(case):
     case = Case.parse(case)
-    gates, tokens, initial, _ = tensors_of(case)
-    scan = partial(scan_registry.linear_scan, gates, tokens, initial, dim=case.dim)
+    gates, tokens, initial, bounds = tensors_of(case)
+    scan = partial(
+        scan_registry.linear_scan, gates, tokens, initial, dim=case.dim, cu_seqlens=bounds
+    )
     expected = scan()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -129,10 +132,11 @@ def test_in_a_cuda_graph(case):
 
 def test_compiled():
     case = Case.parse(ROUTED[0])
-    gates, tokens, initial, _ = tensors_of(case)
+    gates, tokens, initial, bounds = tensors_of(case)
 
     def scan(gates, tokens):
-        return scan_registry.linear_scan(gates, 2 * tokens, initial, dim=case.dim) + 1
+        how = {"dim": case.dim, "cu_seqlens": bounds}
+        return scan_registry.linear_scan(gates, 2 * tokens, initial, **how) + 1
 
     found = torch.compile(scan, fullgraph=True)(gates, tokens)
     expected = scan(gates, tokens)
@@ -149,10 +153,12 @@ def requested(when):
 def test_copies_take_the_memory_that_is_explained(case):
     """And leave none behind."""
     case = Case.parse(case)
-    gates, tokens, initial, _ = tensors_of(case)
-    scan = partial(scan_registry.linear_scan, gates, tokens, initial, dim=case.dim)
+    gates, tokens, initial, bounds = tensors_of(case)
+    scan = partial(
+        scan_registry.linear_scan, gates, tokens, initial, dim=case.dim, cu_seqlens=bounds
+    )
     scan()
-    decision = routes(gates, tokens, initial, case, None)["forward"]
+    decision = routes(gates, tokens, initial, case, bounds)["forward"]
     copies = 0 if decision.route is None else decision.route.bytes
     gc.collect()
     torch.cuda.synchronize()
