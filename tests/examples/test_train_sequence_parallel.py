@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 #: Ranks, and what differs from two ranks that share each sequence, in float64.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 along time": (2, {}),
-    "2 along time, float32": (2, {"dtype": "float32"}),
+    "2 along time, float32": (2, {"dtype": "float32", "steps": 6}),
     "2 along time, bfloat16": (2, {"dtype": "bfloat16", "steps": 3}),
     "2 along time, compiled": (2, {"compile": "eager", "steps": 2}),
     "2 of data, 2 along time": (4, {"time_ranks": 2, "steps": 6}),
