@@ -35,7 +35,7 @@ from scan_registry.kernels.model import Variant
 sys.path.append(str(Path(__file__).parents[1]))
 
 pytest.register_assert_rewrite(
-    "benching", "caching", "compiling", "diagnosing", "driving", "explaining", "harness", "imaginary", "loading",
+    "benching", "caching", "compiling", "diagnosing", "driving", "emulated_kernels", "explaining", "harness", "imaginary", "loading",
     "posing", "selecting", "verifying", "watched",
 )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_kernels import check, surround
 from processes import captured
 from selecting import like
 
@@ -149,15 +150,9 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
-    checked = 0
     cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
-    for trial in (*short(dtype), *(long(dtype) if cut else ())):
-        for case in trial.launches(kernel.name):
-            if kernel.rules.accepts(variant, case.problem) is None:
-                library.run(case.problem, case.tensors, seed=checked)
-                assert case.error() <= cases.TOLERANCE[dtype], str(trial)
-                checked += 1
-    assert checked
+    trials = (*short(dtype), *(long(dtype) if cut else ()))
+    check(library, trials, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.slow
@@ -192,29 +187,6 @@ def test_blocks_keep_the_states_of_columns(
 
 
 PACKED = cases.Setting(states=True, packed=True)
-PAD = 1 << 14
-
-
-def surrounded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory full of a number, and in its middle a tensor like this one."""
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    around = torch.full((extent + 2 * PAD,), 77.0, dtype=tensor.dtype)
-    return around, around.as_strided(tensor.shape, tensor.stride(), PAD)
-
-
-def surround(tensors: dict[str, torch.Tensor], names: Iterable[str]) -> Callable[[], bool]:
-    """Give the named results such memory; the answer says whether all beside them is as it was."""
-    areas = []
-    for name in names:
-        around, tensors[name] = surrounded(tensors[name])
-        areas.append((around, tensors[name]))
-
-    def untouched() -> bool:
-        for _, result in areas:
-            result.fill_(77.0)
-        return all(bool((around == 77.0).all()) for around, _ in areas)
-
-    return untouched
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

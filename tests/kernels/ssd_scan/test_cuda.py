@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from emulated_kernels import check
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Variant
@@ -59,15 +60,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
     dtype = variant.text("dtype")
-    checked = 0
-    for trial in posed(dtype):
-        for case in trial.launches(kernel.name):
-            if kernel.rules.accepts(variant, case.problem) is None:
-                library.run(case.problem, case.tensors, seed=checked)
-                errors = case.errors()
-                assert max(errors.values()) <= cases.TOLERANCE[dtype], f"{trial} {errors}"
-                checked += 1
-    assert checked
+    check(library, posed(dtype), cases.TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("states", [64, 256])

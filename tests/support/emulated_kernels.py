@@ -1,0 +1,50 @@
+"""What tests of CUDA kernels in the emulator of a GPU have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Elements before and after a result, and the number that they hold.
+PAD, UNTOUCHED = 1 << 14, 77.0
+
+
+def check(library: Any, trials: Iterable[Any], tolerance: float) -> None:
+    """Launch an emulated variant on all that it takes of the trials, and compare the results."""
+    kernel, checked = library.kernel, 0
+    for trial in trials:
+        for case in trial.launches(kernel.name):
+            if kernel.rules.accepts(library.variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=checked)
+                errors = case.errors()
+                assert max(errors.values(), default=0.0) <= tolerance, f"{trial} {errors}"
+                checked += 1
+    assert checked
+
+
+def surrounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory full of a number, and in its middle a tensor of this one's shape and strides."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    around = torch.full((extent + 2 * PAD,), UNTOUCHED, dtype=tensor.dtype)
+    return around, around.as_strided(tensor.shape, tensor.stride(), PAD)
+
+
+def surround(
+    tensors: dict[str, Any], names: Iterable[str], parts: Mapping[str, int] | None = None
+) -> Callable[[], bool]:
+    """Give the named results such memory, of some only so many first parts; the answer says whether all beside them is as it
+    was."""
+    areas = []
+    for name in names:
+        around, tensors[name] = surrounded(tensors[name][: (parts or {}).get(name)])
+        areas.append((around, tensors[name]))
+
+    def untouched() -> bool:
+        for _, result in areas:
+            result.fill_(UNTOUCHED)
+        return all(bool((around == UNTOUCHED).all()) for around, _ in areas)
+
+    return untouched
