@@ -1,4 +1,4 @@
-"""What the selective_state_update family is made of: one kernel, and how it launches.
+"""What the selective_state_update family is made of: a kernel of one token, one of what servers add, and how they launch.
 
 Access ``aligned`` moves 16 bytes of a channel's states at a time, and ``tied`` does where A is one number for all of these,
 as in Mamba-2; ``generic`` takes any strides, dtypes and number of states.
@@ -184,7 +184,9 @@ _TOKENS = model.Kernel(
 )
 
 
-def _sample(dtype: str, access: str) -> model.Sample:
+def _sample(dtype: str, access: str, served: bool) -> model.Sample:
+    """Of one token of each sequence; or of four, as servers verify drafts, with inputs of 16 bits."""
+    inputs = "bfloat16" if served and dtype == "float32" else dtype
     batch, channels, states = (64, 5120, 16) if access == "aligned" else (64, 5120, 15)
     of_row = {"batch": channels, "head": 0, "channel": 1}
     of_projection = {"batch": states, "group": states, "state": 1}
@@ -204,18 +206,20 @@ def _sample(dtype: str, access: str) -> model.Sample:
         states=states,
         groups=1,
         slots=batch,
-        dtypes=tuple("float32" if name in ("A", "D") else dtype for name in FORMATTED),
+        dtypes=tuple("float32" if name in ("A", "D") else inputs for name in FORMATTED),
         strides=tuple(sizes[name][axis] for name, axes in DIMENSIONS.items() for axis in axes),
         softplus=True,
         aligned=access == "aligned",
+        served=served,
+        tokens=4 * batch if served else None,
     )
     return model.Sample(problem, dtype, access)
 
 
 FAMILY = model.Family(
     name=FAMILY_NAME,
-    summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step",
+    summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step or a few",
     folder=Path(__file__).parent,
     kernels=(_STEP, _TOKENS),
-    samples=tuple(starmap(_sample, product(DTYPES, ("aligned", "generic")))),
+    samples=tuple(starmap(_sample, product(DTYPES, ("aligned", "generic"), (False, True)))),
 )

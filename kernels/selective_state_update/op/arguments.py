@@ -168,6 +168,7 @@ def _count_tokens(present: dict[str, Tensor]) -> Any:
     for name in ("state_batch_indices", "dst_state_batch_indices"):
         if name in present:
             _check_slots(name, present[name].shape, batch)
+    _check_own_slots(present, batch)
     _check_columns(indices, present.get("dst_state_batch_indices"))
     _check_accepted(present.get("num_accepted_tokens"), indices, batch)
     return tokens
@@ -178,6 +179,20 @@ def _check_slots(name: str, shape: torch.Size, batch: Any) -> None:
         raise ValueError(f"{name} has shape {tuple(shape)}; it must be (batch,) or (batch, tokens)")
     if surely(shape[0] != batch):
         raise ValueError(f"{name} has shape {tuple(shape)}; there are {batch} sequences")
+
+
+def _check_own_slots(present: dict[str, Tensor], batch: Any) -> None:
+    """Sequences whose slots have no indices have those of their own numbers."""
+    if "state_batch_indices" in present:
+        return
+    pools = ["state"]
+    if "dst_state_batch_indices" not in present and "dst_state" in present:
+        pools.append("dst_state")
+    for name in pools:
+        if surely(present[name].shape[0] < batch):
+            raise ValueError(
+                f"{name} has shape {tuple(present[name].shape)}; {batch} sequences need as many slots, or indices"
+            )
 
 
 def _check_columns(indices: Tensor | None, targets: Tensor | None) -> None:

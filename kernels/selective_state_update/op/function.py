@@ -88,8 +88,9 @@ def selective_state_update(
             are those of ``state`` but for the first dimension.
         dst_state_batch_indices: the slots to which new states are written; None for those of ``state_batch_indices``, or without
             these for the sequences' own numbers. (batch,): the states after a sequence's last token. (batch, tokens):
-            column t is the slot of the states after token t. No slot, as above: these states are not written. Then several sequences
-            may start from one slot, such as that of a common prefix.
+            column t is the slot of the states after token t. No slot, as above: these states are not written. With these
+            indices several sequences may start from one slot, such as that of a common prefix. No sequence may write to a slot
+            that another one starts from.
         pad_slot_id: an index that stands for no slot, beside all those below zero.
         cu_seqlens: (batch + 1,), int32 or int64, contiguous. Sequence b has the tokens from ``cu_seqlens[b]`` to
             ``cu_seqlens[b + 1]``, and takes a step for each; ``x``, ``dt``, ``B``, ``C``, ``z`` and the output have one row for
@@ -105,10 +106,11 @@ def selective_state_update(
             to nearest.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
 
-    Slots that are out of range, two states that are written to one slot, bounds that fall or leave ``x``, and more accepted
+    Slots that are out of range, two states that are written to one slot, one that is written to a slot from which another
+    sequence starts, bounds that fall or leave ``x``, and more accepted
     tokens than columns are errors on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a slot that is
-    too large acts as no slot, bounds are cut off at the ends of ``x``, numbers of tokens at the number of columns, and of two
-    states that are written to one slot it holds parts of both. Nothing outside of the pools is read or written.
+    too large acts as no slot, bounds are cut off at the ends of ``x``, numbers of tokens at the number of columns, and a slot
+    of which two sequences know holds parts of both. Nothing outside of the pools is read or written.
 
     Returns:
         The output, in the shape and the dtype of ``x``.

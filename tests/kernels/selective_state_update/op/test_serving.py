@@ -73,9 +73,9 @@ def loop(state: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     return out, read if call.get("dst_state") is not None else written, written
 
 
-def drawn_slots(count: int, shape: tuple[int, ...], pad: int, dtype: torch.dtype) -> Tensor:
-    """Different ones of a pool, of which some are none."""
-    slots = torch.randperm(count)[: torch.Size(shape).numel()].view(shape).to(dtype)
+def drawn_slots(first: int, shape: tuple[int, ...], pad: int, dtype: torch.dtype) -> Tensor:
+    """Different ones of 20 slots, of which some are none."""
+    slots = first + torch.randperm(20)[: torch.Size(shape).numel()].view(shape).to(dtype)
     slots[torch.rand(shape) < 0.15] = pad
     slots[torch.rand(shape) < 0.05] = -7
     return slots
@@ -84,7 +84,7 @@ def drawn_slots(count: int, shape: tuple[int, ...], pad: int, dtype: torch.dtype
 def drawn_call(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """A pool, and the other arguments."""
     channels, states = rng.choice([((6,), 5), ((4, 3), 8), ((2, 2), 16)])
-    batch, columns, count = rng.randint(1, 5), rng.randint(1, 4), 26
+    batch, columns, count = rng.randint(1, 5), rng.randint(1, 4), 40
     drafted, moved, targeted, packed = (rng.random() < 0.5 for _ in range(4))
     numbers, pad = rng.choice([torch.int32, torch.int64]), rng.choice([-1, 0, 999])
     lengths = torch.randint(0, 6, (batch,)) if packed else torch.ones(batch, dtype=torch.int64)
@@ -94,14 +94,14 @@ def drawn_call(rng: random.Random, dtype: torch.dtype) -> tuple[Tensor, dict[str
     if packed:
         call["cu_seqlens"] = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(numbers)
     shape = (batch, columns) if drafted else (batch,)
-    call["state_batch_indices"] = drawn_slots(count, shape, pad, numbers)
+    call["state_batch_indices"] = drawn_slots(0, shape, pad, numbers)
     if drafted:
         call["num_accepted_tokens"] = torch.randint(0, columns + 1, (batch,)).to(numbers)
     if moved:
         call["dst_state"] = torch.randn(count, *channels, states).to(dtype)
     if targeted or moved:
         shape = shape if drafted else rng.choice([(batch,), (batch, columns)])
-        call["dst_state_batch_indices"] = drawn_slots(count, shape, pad, numbers)
+        call["dst_state_batch_indices"] = drawn_slots(20, shape, pad, numbers)
     return torch.randn(count, *channels, states).to(dtype), call
 
 
@@ -273,6 +273,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "dst_state_batch_indices has the number 5",
     ),
+    "targets that others read": (
+        {
+            "state_batch_indices": torch.tensor([1, 2]),
+            "dst_state_batch_indices": torch.tensor([2, 3]),
+        },
+        ValueError,
+        "dst_state_batch_indices has the number 2 for sequence 0, and sequence 1 starts from that slot",
+    ),
     "targets of others": (
         {"dst_state_batch_indices": torch.tensor([1, 2, 3])},
         ValueError,
@@ -317,6 +325,20 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"cu_seqlens": torch.tensor([0, 0, 1, 0, 2, 0])[::2]},
         ValueError,
         r"cu_seqlens has the stride 2; .*cu_seqlens.contiguous\(\)",
+    ),
+    "too few slots": (
+        {"state_batch_indices": None, "cu_seqlens": torch.tensor([0, 1, 2, 2, 2, 2, 2])},
+        ValueError,
+        r"state has shape \(5, 4, 3, 8\); 6 sequences need as many slots",
+    ),
+    "too few slots of another pool": (
+        {
+            "state_batch_indices": None,
+            "cu_seqlens": torch.tensor([0, 1, 2]),
+            "dst_state": torch.zeros(1, 4, 3, 8),
+        },
+        ValueError,
+        r"dst_state has shape \(1, 4, 3, 8\); 2 sequences need as many slots",
     ),
     "dtype of bounds": (
         {"cu_seqlens": torch.tensor([0.0, 1, 2])},
@@ -397,7 +419,11 @@ def drafted() -> tuple[Tensor, dict[str, Any]]:
 
 def test_compiled_as_a_whole() -> None:
     state, call = drafted()
-    compiled = torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")
+
+    def called(state: Tensor, **call: Any) -> Tensor:
+        return selective_state_update(state, **call) * 1
+
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")
     twin = call | {"dst_state": call["dst_state"].clone()}
     torch.testing.assert_close(
         compiled(state.clone(), **call), selective_state_update(state.clone(), **twin)
