@@ -47,7 +47,8 @@ COUNTER = 256
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
-#: Steps of a row, and of a packed sequence in the mean, from which rows are cut; and a cost beyond all others.
+#: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which rows
+#: are cut; and a cost beyond all others.
 _LEAST_ROW, _LEAST_MEAN, _PREFERRED = 4096, 64, 1e6
 
 
@@ -116,9 +117,16 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:
-    """Whether the variant can copy the problem's rows."""
+    """Whether the variant can copy the problem's rows. Variants for misaligned rows also take aligned ones where the gradient of
+    a row's gate is summed, since no aligned variant that sums it is fast for rows too short to be cut."""
     whole = problem.whole_chunks(problem.chunk())
-    return not whole and problem.congruent() if _is_misaligned(variant) else whole
+    if not _is_misaligned(variant):
+        return whole
+    return problem.congruent() and not (whole and not _sums_rows(problem))
+
+
+def _sums_rows(problem: LinearScanProblem) -> bool:
+    return problem.sums and problem.layout == "time_last"
 
 
 def _is_misaligned(variant: Variant) -> bool:
@@ -134,11 +142,19 @@ def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
         return "blocks that share a column do not sum the gradient of gates"
     if _is_single_wave(variant):
         return _refuses_single_wave(problem)
-    if _cuts(variant) and _segments(variant, problem) > _MOST_ROWS:
-        return f"more than {_MOST_ROWS} segments"
+    if _cuts(variant):
+        return _refuses_segments(variant, problem)
     side_by_side = problem.layout == "time_last" and variant.number("lanes") < 32
     if side_by_side and not problem.folds():
         return "rows do not follow one another at one stride"
+    return None
+
+
+def _refuses_segments(variant: Variant, problem: LinearScanProblem) -> str | None:
+    if _segments(variant, problem) > _MOST_ROWS:
+        return f"more than {_MOST_ROWS} segments"
+    if _sums_rows(problem) and problem.time < _LEAST_ROW:
+        return f"rows of {problem.time} steps would fill a part of a segment"
     return None
 
 

@@ -127,3 +127,23 @@ def test_a_walk_sums_the_gradient_of_one_gate(
             assert case.error() <= cases.TOLERANCE[dtype], str(trial)
             checked += 1
     assert checked
+
+
+@pytest.mark.parametrize(("time", "is_cut"), [(720, False), (8192, True)])
+def test_only_long_rows_with_one_gate_are_cut_where_its_gradient_is_summed(
+    time: int, is_cut: bool
+) -> None:
+    """Variants that scan rows whole are those for misaligned rows."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel("time_last_backward", "cuda")
+    setting = cases.Setting(broadcast=("batch", "channel", "time"))
+    trial = cases.draw((1, 4, time), setting, "float32", "cpu")
+    problem = trial.case(kernel.name, aligned=True, sums=True).problem
+    assert problem.whole_chunks(problem.chunk())
+    taking = [str(v) for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+    assert any("prefix_lead" in text for text in taking) == is_cut
+    assert any("access=misaligned" in text for text in taking)
+    without = trial.case(kernel.name, aligned=True).problem
+    taking = [str(v) for v in kernel.variants if kernel.rules.accepts(v, without) is None]
+    assert taking
+    assert not any("access=misaligned" in text for text in taking)
