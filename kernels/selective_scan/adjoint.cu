@@ -4,6 +4,10 @@
 // from its last step to its first, and then exp(δ·A)·g of the first, with the sum of δ over the part. As products of the gates
 // are exp(A·Σδ), these give what leaves the part for any gradient that enters.
 //
+// A launch with the flag FORWARDS does likewise for the forward pass: with B in place of C, u in place of out_grad and no z, it
+// computes what a part of a sequence hands to the parts after it, the state after its last step if the one before its first
+// step is zero. Then a sequence's last part hands nothing on, and has no CTA.
+//
 // Traffic of an element in 16 bits: 6 bytes (delta, z and out_grad).
 //
 // A lane has 4 of 16 states of one channel; other CTAs along y have more states. Rows of shared memory have (δ, dy):
@@ -48,8 +52,9 @@ struct Adjoint {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int channels = int(args.sizes.channels), states = int(args.sizes.states);
     const int sequences = int(args.sizes.sequences), parts = int(args.sizes.parts);
-    const CtaRange range = cta_range(args.sizes, parts - 1, args.cu_seqlens);
-    const int part = range.part + 1;
+    const bool forwards = args.flags & FORWARDS;
+    CtaRange range = cta_range(args.sizes, parts - 1, args.cu_seqlens);
+    const int part = range.part + !forwards;
     const bool with_softplus = args.flags & SOFTPLUS;
     const int first = range.first + warp * CHANNELS;
     const int left = within(range.limit - first, CHANNELS);
@@ -58,10 +63,6 @@ struct Adjoint {
     const Pieces<const Storage*> grads{args.out_grad, range.batch, first, range.begin};
     const Projection C{args.C, range};
     const int length = range.end - range.begin;
-    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
-    const int first_tile = part * per_part < tiles ? part * per_part : tiles;
-    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
-
     const float* const bias = biases + warp * CHANNELS;
     float* const rows = shared + warp * CHANNELS * ROW;
     const int own = lane / 4, quarter = lane % 4, first_state = blockIdx.y * CAPACITY;
@@ -72,23 +73,27 @@ struct Adjoint {
     Values next_delta[PER_LANE], next_z[PER_LANE], next_grad[PER_LANE];
     ProjectionTile projections;
 
-    __device__ explicit Adjoint(const Arguments& args) : args(args) {}
+    __device__ explicit Adjoint(const Arguments& args) : args(args) { range.set_tiles(part, parts); }
 
     __device__ void run() {
         load_channels();
-        if (end_tile > first_tile) load(end_tile - 1);
+        const int tiles = range.end_tile - range.first_tile;
+        if (tiles > 0) load(tile_number(0));
         int side = 0;
-        for (int number = end_tile - 1; number >= first_tile; number--, side ^= 1) {
+        for (int i = 0; i < tiles; i++, side ^= 1) {
             float* const shared_B = stages + side * SHARED_STAGE;
-            stage(number, shared_B);
+            stage(tile_number(i), shared_B);
             __syncthreads();
-            if (number > first_tile) load(number - 1);
+            if (i + 1 < tiles) load(tile_number(i + 1));
             if (states == 0) sum_deltas();
-            else step_back(shared_B + TIMES * CAPACITY);
+            else step(shared_B + TIMES * CAPACITY);
             __syncwarp();
         }
         store();
     }
+
+    // The tile that the part's loop comes to after `i` others.
+    __device__ int tile_number(int i) const { return forwards ? range.first_tile + i : range.end_tile - 1 - i; }
 
     __device__ void load_channels() {
         for (int i = lane; i < CHANNELS; i += 32)
@@ -141,7 +146,7 @@ struct Adjoint {
                 const int channel = piece.channel + (CHANNEL_LAST ? k : 0);
                 const int step = piece.time + (CHANNEL_LAST ? 0 : k);
                 if (!Piece::has(count, k)) delta[k] = 0;
-                store_float2(rows + channel * ROW + 2 * step, delta[k], grad[k]);
+                store_float2(rows + channel * ROW + 2 * step, delta[k], forwards ? delta[k] * grad[k] : grad[k]);
             }
         }
     }
@@ -151,17 +156,25 @@ struct Adjoint {
         for (int t = 0; t < TIMES; t += 4) delta_sum += row[2 * (t + quarter)];
     }
 
-    __device__ void step_back(const float* shared_C) {
-        for (int t = TIMES - 8; t >= 0; t -= 8) {
+    // g from the last step to the first, or h from the first step to the last: what a step adds is multiplied by its gate in the
+    // one case, and not in the other.
+    __device__ void step(const float* shared_C) {
+        const int first = forwards ? 0 : TIMES - 1, next = forwards ? 1 : -1;
+        const float* pairs = row + 2 * first;
+        const float* projections_of_step = shared_C + first * CAPACITY + quarter * LANE_STATES;
+#pragma unroll 1
+        for (int eight = 0; eight < TIMES; eight += 8) {
 #pragma unroll
-            for (int j = 7; j >= 0; j--) {
+            for (int j = 0; j < 8; j++) {
                 float pair[2], c[LANE_STATES];
-                load_floats(pair, row + 2 * (t + j));
-                load_floats(c, shared_C + (t + j) * CAPACITY + quarter * LANE_STATES);
+                load_floats(pair, pairs);
+                load_floats(c, projections_of_step);
+                pairs += 2 * next, projections_of_step += CAPACITY * next;
+                const float before = forwards ? 0 : pair[1], after = forwards ? pair[1] : 0;
                 delta_sum += pair[0];
 #pragma unroll
                 for (int s = 0; s < LANE_STATES; s++)
-                    carry[s] = gate_of(pair[0] * decay[s]) * (pair[1] * c[s] + carry[s]);
+                    carry[s] = gate_of(pair[0] * decay[s]) * (before * c[s] + carry[s]) + after * c[s];
             }
         }
     }

@@ -6,8 +6,8 @@
 // Traffic of an element in 16 bits: 14 bytes (u, delta, z, out_grad and three gradients) and 2 of checkpoints; and of dB and
 // dC 8 bytes for each state and every 64 channels.
 //
-// A warp has 16 channels and 16 states, and a lane two of those channels with 4 of the states each. A CTA has WARPS warps of
-// one batch and group:
+// A warp has 16 channels and 16 states, and a lane two of those channels with 4 of the states each; of up to 8 states, 8 and 2
+// (STATES). A CTA has WARPS warps of one batch and group:
 //
 //     lane % 4             0        1        2        3          a row of shared memory for each channel:
 //     lane / 4      d      n 0…3    n 4…7    n 8…11   n 12…15    δ, δ·u, dy and a free float of TIMES steps
@@ -55,6 +55,7 @@ struct StepGroup {
 // Sums over states. In 16 bits those of two steps, 2 · (lane % 4) and the next of eight; else the lane's terms of all steps.
 struct StateSums {
     float y[NARROW ? 2 : GROUP][2], delta_u[NARROW ? 2 : GROUP][2], delta[NARROW ? 2 : GROUP][2];
+    float size[2][2];  // δ of the two steps
 };
 
 struct Backward {
@@ -72,22 +73,20 @@ struct Backward {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int channels = int(args.size.channels), states = int(args.size.states);
     const int sequences = int(args.size.sequences), parts = int(args.size.parts);
-    const CtaRange range = cta_range(args.size, parts, args.cu_seqlens);
-    const int first = range.first + warp * CHANNELS;
-    const int left = within(range.limit - first, CHANNELS);
-    const int length = range.end - range.begin;
+    const CtaRange& range = shared_cta_range(args.size, parts, args.cu_seqlens);
+    // The steps of the sequence, the warp's first channel, and its channels that there are.
+    __device__ int length() const { return range.end - range.begin; }
+    __device__ int first() const { return range.first + warp * CHANNELS; }
+    __device__ int left() const { return within(range.limit - first(), CHANNELS); }
     const int blocks = BLOCKS > 1 ? (states + CAPACITY - 1) / CAPACITY : 1;
-    const int tiles = (length + TIMES - 1) / TIMES, per_part = (tiles + parts - 1) / parts;
-    const int first_tile = range.part * per_part < tiles ? range.part * per_part : tiles;
-    const int end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
 
     // The warp's part of shared memory, and the lane's: its channels are `own` and `own` + 8.
     const int own = lane / 4, quarter = lane % 4;
     const ElementOptions options{biases + warp * CHANNELS, skips + warp * CHANNELS, bool(args.flags & SOFTPLUS),
                                  args.z.data != nullptr};
-    float* const rows = all_rows + warp * CHANNELS * ROW;
-    const float* const row = rows + own * ROW;
-    float* const saved_states = all_states + 4 * threadIdx.x;  // of channel `own`; every fourth step, 8 · THREADS apart
+    float* const rows = all_rows + warp * CHANNELS * (ROW + 2);
+    const float* const row = rows + row_at(own);
+    float* const saved_states = all_states + LANE_STATES * threadIdx.x;  // of channel `own`, for every fourth step
 
     // Of the current block of states: A, the gradient that goes from step to step, dA and what dA lost in rounding.
     LaneStates decay, carry, decay_grad, decay_lost;
@@ -98,35 +97,35 @@ struct Backward {
     __device__ void run() {
         load_channels();
         for (int block = 0; block < blocks; block++) begin_block(block), save(block, true);
-        for (int number = end_tile - 1; number >= first_tile; number--) {
+        for (int number = range.end_tile - 1; number >= range.first_tile; number--) {
             stage(number);
             for (int block = 0; block < blocks; block++) {
                 ProjectionTile projections;
                 load_decay(block), restore(block), load(projections, block, number);
                 __syncthreads();  // no warp reads B and C of the block before any more, and all have summed dB and dC
                 if (block > 0) store_projection_grads(number, block - 1);
-                else if (number + 1 < end_tile) store_projection_grads(number + 1, blocks - 1);
+                else if (number + 1 < range.end_tile) store_projection_grads(number + 1, blocks - 1);
                 projections.store(shared_B);
                 __syncthreads();
-                recompute();
-                step_back(block > 0);
+                const int steps = whole_eights(number);
+                recompute(steps);
+                step_back(block > 0, steps);
                 save(block, false);
             }
             __syncwarp();
             store(number);
         }
         __syncthreads();
-        // Compared anew: the result of the loop's comparison would take a register from the steps.
-        if (int(opaque(unsigned(first_tile))) < end_tile) store_projection_grads(first_tile, blocks - 1);
+        if (range.first_tile < range.end_tile) store_projection_grads(range.first_tile, blocks - 1);
         for (int block = 0; block < blocks; block++) store_state_grads(block);
         store_channel_grads();
     }
 
     __device__ void load_channels() {
         for (int i = lane; i < CHANNELS; i += 32) {
-            const bool in = i < left;
-            biases[warp * CHANNELS + i] = in && args.delta_bias ? args.delta_bias[first + i] : 0;
-            skips[warp * CHANNELS + i] = in && args.D ? args.D[first + i] : 0;
+            const bool in = i < left();
+            biases[warp * CHANNELS + i] = in && args.delta_bias ? args.delta_bias[first() + i] : 0;
+            skips[warp * CHANNELS + i] = in && args.D ? args.D[first() + i] : 0;
             skip_grads[warp * CHANNELS + i] = bias_grads[warp * CHANNELS + i] = 0;
         }
         __syncwarp();
@@ -135,24 +134,28 @@ struct Backward {
     // Channel `own` in tensors of (sequence, channel), and of (sequence, part, channel). They are computed anew for each
     // use, so that they take no registers from the steps.
     __device__ i64 sequence_channel() const {
-        return i64(int(opaque(unsigned(range.batch))) * sequences + range.sequence) * channels + first + own;
+        return i64(int(opaque(unsigned(range.batch))) * sequences + range.sequence) * channels + first() + own;
     }
     __device__ i64 part_channel(int part) const {
         const int sequence = int(opaque(unsigned(range.batch))) * sequences + range.sequence;
-        return (i64(sequence) * parts + part) * channels + first + own;
+        return (i64(sequence) * parts + part) * channels + first() + own;
     }
 
     // --- What goes from tile to tile -----------------------------------------------------------------------------------
 
+    // The lane's first state of a block, computed anew for each use.
+    __device__ int first_state(int block) const {
+        return block * CAPACITY + int(opaque(unsigned(quarter))) * LANE_STATES;
+    }
+
     __device__ void load_decay(int block) {
-        const int channel = int(opaque(unsigned(first + own)));
+        const int channel = int(opaque(unsigned(own))), state = first_state(block);
 #pragma unroll
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int s = 0; s < LANE_STATES; s++) {
-                const int n = block * CAPACITY + quarter * LANE_STATES + s;
-                const bool in = own + 8 * c < left && n < states;
-                decay[c][s] = in ? args.A[i64(channel + 8 * c) * states + n] * LOG2_E : 0;
+                const bool in = channel + 8 * c < left() && state + s < states;
+                decay[c][s] = in ? args.A[i64(first() + channel + 8 * c) * states + state + s] * LOG2_E : 0;
             }
     }
 
@@ -165,7 +168,7 @@ struct Backward {
 #pragma unroll
             for (int s = 0; s < LANE_STATES; s++) {
                 const int n = block * CAPACITY + quarter * LANE_STATES + s;
-                const bool in = own + 8 * c < left && n < states;
+                const bool in = own + 8 * c < left() && n < states;
                 decay_grad[c][s] = decay_lost[c][s] = 0;
                 carry[c][s] = in && finals ? finals[i64(8 * c) * states + n] : 0;
             }
@@ -173,7 +176,7 @@ struct Backward {
         for (int later = parts - 1; later > range.part; later--)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
-                if (own + 8 * c >= left) continue;
+                if (own + 8 * c >= left()) continue;
                 const i64 from = part_channel(later) + 8 * c;
                 const float size = args.sizes[from];
 #pragma unroll
@@ -188,7 +191,7 @@ struct Backward {
     // Where `carry`, `decay_grad` or `decay_lost` (`what` 0 to 2) of a channel are while other values need the registers: in
     // `carries`, or, of one block, in place of states before a fourth step that no sums of the tile take the place of.
     __device__ float* saved_at(int block, int what, int c) const {
-        if constexpr (BLOCKS == 1) return saved_states + (16 * what + 4 * c) * THREADS;
+        if constexpr (BLOCKS == 1) return saved_states + 8 * what * SAVED_STEP + c * LANE_STATES * THREADS;
         const int thread = int(opaque(unsigned(block))) * THREADS + int(threadIdx.x);
         return args.carries + (i64(blockIdx.x) * blocks * THREADS + thread) * SAVED + (2 * what + c) * LANE_STATES;
     }
@@ -227,7 +230,7 @@ struct Backward {
         const Pieces<const Storage*> u, delta, z, out_grad;
 
         __device__ explicit Inputs(const Backward& of)
-            : from(int(opaque(unsigned(of.first)))), batch(int(opaque(unsigned(of.range.batch)))),
+            : from(int(opaque(unsigned(of.first())))), batch(int(opaque(unsigned(of.range.batch)))),
               u(of.args.u, batch, from, of.range.begin), delta(of.args.delta, batch, from, of.range.begin),
               z(of.args.z, batch, from, of.range.begin), out_grad(of.args.out_grad, batch, from, of.range.begin) {}
 
@@ -243,17 +246,17 @@ struct Backward {
     __device__ const float* checkpoint(int number, int channel) const {
         const int slot = int(opaque(unsigned(range.batch))) * (int(args.size.time) / INTERVAL + sequences) +
                          range.begin / INTERVAL + range.sequence;  // of the sequence's first one
-        return args.checkpoints + (i64(slot + number) * channels + first + channel) * states;
+        return args.checkpoints + (i64(slot + number) * channels + first() + channel) * states;
     }
 
     __device__ void stage(int number) const {
         const Inputs in(*this);
-        const int tile = number * TIMES, times = within(length - tile, TIMES);
-        if (ALIGNED && number > first_tile) prefetch_tile(in, number - 1);
+        const int tile = number * TIMES, times = within(length() - tile, TIMES);
+        if (ALIGNED && number > range.first_tile) prefetch_tile(in, number - 1);
 #pragma unroll(int(AT_ONCE))
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, times);
+            const int count = piece.count(left(), times);
             const PieceInputs now{in.u.load(i, tile, count), in.delta.load(i, tile, count), in.z.load(i, tile, count),
                                   in.out_grad.load(i, tile, count)};
             if (piece.exists) stage_piece(rows, piece, count, now, options);
@@ -262,9 +265,9 @@ struct Backward {
     __device__ void prefetch_tile(const Inputs& in, int number) const {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++)
-            if (Piece(i).count(left, TIMES) > 0) in.prefetch_piece(i, number * TIMES);
+            if (Piece(i).count(left(), TIMES) > 0) in.prefetch_piece(i, number * TIMES);
         const int channel = own + 8 * (quarter / 2);
-        if (BLOCKS == 1 && channel < left) prefetch(checkpoint(number, channel) + quarter % 2 * 8);
+        if (BLOCKS == 1 && channel < left()) prefetch(checkpoint(number, channel) + quarter % 2 * 2 * LANE_STATES);
     }
 
     // B, C and the checkpoint of a block, all on their way before any is needed.
@@ -274,23 +277,29 @@ struct Backward {
         const Projection B(args.B, again), C(args.C, again);
         number = int(opaque(unsigned(number)));
         const int tile = number * TIMES;
-        projections.load(B, C, block * CAPACITY, states, tile, within(length - tile, TIMES));
+        projections.load(B, C, block * CAPACITY, states, tile, within(length() - tile, TIMES));
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            const int channel = own + 8 * c, n = block * CAPACITY + quarter * LANE_STATES;
-            load_checkpoint(h[c], checkpoint(number, channel) + n, n, states, channel < left);
+            const int channel = int(opaque(unsigned(own))) + 8 * c, n = first_state(block);
+            load_checkpoint(h[c], checkpoint(number, channel) + n, n, states, channel < left());
         }
     }
 
     __device__ void save_states(int t) const {
-        store_floats(saved_states + 2 * t * THREADS, h[0]);
-        store_floats(saved_states + (2 * t + 4) * THREADS, h[1]);
+        store_floats(saved_states + t * SAVED_STEP, h[0]);
+        store_floats(saved_states + t * SAVED_STEP + LANE_STATES * THREADS, h[1]);
+    }
+
+    // The steps of a tile that recompute and step_back go through: eight at a time, and no eight beyond the sequence's end.
+    __device__ int whole_eights(int number) const {
+        const int remaining = length() - int(opaque(unsigned(number))) * TIMES;
+        return remaining < TIMES ? (remaining + 7) / 8 * 8 : int(TIMES);
     }
 
     // The states before every fourth step.
-    __device__ void recompute() {
+    __device__ void recompute(int steps) {
 #pragma unroll 1
-        for (int t = 0; t < TIMES; t += 8) {
+        for (int t = 0; t < steps; t += 8) {
             const float* const elements = row + element_at(0, t);
             const float* const B_tile = shared_B + t * CAPACITY + quarter * LANE_STATES;
             save_states(t);
@@ -298,14 +307,14 @@ struct Backward {
             for (int j = 0; j < 8; j++) {
                 if (j == 4) {
                     save_states(t + 4);
-                    if (t + 8 == TIMES) break;
+                    if (t + 8 == steps) break;
                 }
                 float b[LANE_STATES];
                 load_floats(b, B_tile + j * CAPACITY);
 #pragma unroll
                 for (int c = 0; c < 2; c++) {
                     float pair[2];  // δ and δ·u
-                    load_floats(pair, elements + 8 * c * ROW + 4 * j);
+                    load_floats(pair, elements + c * row_at(8) + 4 * j);
 #pragma unroll
                     for (int s = 0; s < LANE_STATES; s++)
                         h[c][s] = gate_of(pair[0] * decay[c][s]) * h[c][s] + pair[1] * b[s];
@@ -315,11 +324,11 @@ struct Backward {
     }
 
     // `later` says whether sums over states are added to those of earlier blocks.
-    __device__ void step_back(bool later) {
+    __device__ void step_back(bool later, int steps) {
         LaneStates of_tile = {};  // dA, if it is summed exactly
         auto& decay_sum = COMPENSATED ? of_tile : decay_grad;
 #pragma unroll 1
-        for (int eight = TIMES - 8; eight >= 0; eight -= 8) {
+        for (int eight = steps - 8; eight >= 0; eight -= 8) {
             // B and C of eight steps, for tensor cores.
             float B_steps[LANE_STATES], C_steps[LANE_STATES];
             if constexpr (NARROW) {
@@ -327,16 +336,16 @@ struct Backward {
                 load_floats(B_steps, from);
                 load_floats(C_steps, from + TIMES * CAPACITY);
             }
-#pragma unroll
+#pragma unroll 1
             for (int half = 4; half >= 0; half -= GROUP) {
                 StepGroup group;
                 recompute_group(group, eight, half);
-                StateSums sums;
-                float B_terms[2 * LANE_STATES], C_terms[2 * LANE_STATES];  // of dB and dC, of two steps
+                StateSums sums = {};
+                float B_terms[8], C_terms[8];  // of dB and dC, of SUMMED_STEPS steps
 #pragma unroll
                 for (int j = GROUP - 1; j >= 0; j--) {
                     step(group, sums, eight, half, j, B_steps, C_steps, decay_sum, B_terms, C_terms);
-                    if (j % 2 == 0) sum_over_channels(B_terms, C_terms, eight, half + j);
+                    if (j % SUMMED_STEPS == 0) sum_over_channels(B_terms, C_terms, eight, half + j);
                 }
                 if constexpr (!NARROW) add_over_lanes(sums, eight + half, later);
                 __syncwarp();
@@ -355,8 +364,9 @@ struct Backward {
     __device__ void recompute_group(StepGroup& group, int eight, int half) const {
         const float* const elements = row + element_at(0, eight);
         const float* const B_tile = shared_B + eight * CAPACITY + quarter * LANE_STATES;
-        load_floats(group.start[0], saved_states + 2 * (eight + half) * THREADS);
-        load_floats(group.start[1], saved_states + (2 * (eight + half) + 4) * THREADS);
+        const float* const saved = saved_states + (eight + half) * SAVED_STEP;
+        load_floats(group.start[0], saved);
+        load_floats(group.start[1], saved + LANE_STATES * THREADS);
 #pragma unroll
         for (int j = 0; j < GROUP; j++) {
             float b[LANE_STATES];
@@ -364,7 +374,7 @@ struct Backward {
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 float pair[2];
-                load_floats(pair, elements + 8 * c * ROW + 4 * (half + j));
+                load_floats(pair, elements + c * row_at(8) + 4 * (half + j));
 #pragma unroll
                 for (int s = 0; s < LANE_STATES; s++) {
                     group.gate[j][c][s] = gate_of(pair[0] * decay[c][s]);
@@ -377,7 +387,7 @@ struct Backward {
     // g, q and all that is summed of step eight + half + j.
     __device__ void step(const StepGroup& group, StateSums& sums, int eight, int half, int j,
                          const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES], LaneStates& decay_sum,
-                         float (&B_terms)[2 * LANE_STATES], float (&C_terms)[2 * LANE_STATES]) {
+                         float (&B_terms)[8], float (&C_terms)[8]) {
         const float* const elements = row + element_at(0, eight);
         const float* const B_tile = shared_B + eight * CAPACITY + quarter * LANE_STATES;
         float b[LANE_STATES], through[LANE_STATES], element[2][4];
@@ -386,7 +396,7 @@ struct Backward {
         load_floats(through, B_tile + TIMES * CAPACITY + (half + j) * CAPACITY);
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            load_floats(element[c], elements + 8 * c * ROW + 4 * (half + j));
+            load_floats(element[c], elements + c * row_at(8) + 4 * (half + j));
             if constexpr (!NARROW) sums.y[j][c] = sums.delta_u[j][c] = sums.delta[j][c] = 0;
 #pragma unroll
             for (int s = 0; s < LANE_STATES; s++) {
@@ -403,24 +413,31 @@ struct Backward {
                 }
             }
         }
-        if constexpr (NARROW) multiply(sums, half + j, group.state[j], g, q_decay, B_steps, C_steps);
+        if constexpr (NARROW) {
+            multiply(sums, half, j, group.state[j], g, q_decay, B_steps, C_steps);
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                sums.size[j % 2][c] = quarter == (half + j) / 2 ? element[c][0] : sums.size[j % 2][c];
+        }
 #pragma unroll
         for (int s = 0; s < LANE_STATES; s++) {
-            B_terms[j % 2 * LANE_STATES + s] = g[0][s] * element[0][1] + g[1][s] * element[1][1];
-            C_terms[j % 2 * LANE_STATES + s] =
+            B_terms[j % SUMMED_STEPS * LANE_STATES + s] = g[0][s] * element[0][1] + g[1][s] * element[1][1];
+            C_terms[j % SUMMED_STEPS * LANE_STATES + s] =
                 element[0][2] * group.state[j][0][s] + element[1][2] * group.state[j][1][s];
         }
     }
 
-    // Sums over states on tensor cores, of one step of eight; a lane keeps those of its two steps.
-    __device__ void multiply(StateSums& sums, int step, const LaneStates& state, const LaneStates& g, const LaneStates& q_decay,
-                             const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES]) const {
-        const float ones[LANE_STATES] = {1, 1, 1, 1};
+    // Sums over states on tensor cores, of step half + step of eight; a lane keeps those of its two steps.
+    __device__ void multiply(StateSums& sums, int half, int step, const LaneStates& state, const LaneStates& g,
+                             const LaneStates& q_decay, const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES]) const {
+        float ones[LANE_STATES];
+#pragma unroll
+        for (int s = 0; s < LANE_STATES; s++) ones[s] = 1;
         float y[4] = {}, delta_u[4] = {}, delta[4] = {};
         add_over_states(y, state, C_steps);
         add_over_states(delta_u, g, B_steps);
         add_over_states(delta, q_decay, ones);
-        const bool mine = quarter == step / 2;
+        const bool mine = quarter == (half + step) / 2;
         const int j = step % 2;
 #pragma unroll
         for (int c = 0; c < 2; c++) {
@@ -430,15 +447,15 @@ struct Backward {
         }
     }
 
-    // dB and dC of two steps, summed over the warp's channels, to the place of a saved state that is not needed any more.
-    __device__ void sum_over_channels(float (&B_terms)[2 * LANE_STATES], float (&C_terms)[2 * LANE_STATES], int eight,
-                                      int step) const {
-        float* const of_warp = all_states + 2 * (eight + 4) * THREADS + warp * 128;
+    // dB and dC of SUMMED_STEPS steps, summed over the warp's channels, to the place of a saved state that is not needed any more.
+    __device__ void sum_over_channels(float (&B_terms)[8], float (&C_terms)[8], int eight, int step) const {
+        float* const of_warp = all_states + (eight + 4) * SAVED_STEP + warp * WARP_SUMS;
         __syncwarp();  // all lanes have read what is there
         const int index = transposed_index<8, 4>();
-        float* const to = of_warp + (quarter * LANE_STATES + index % LANE_STATES) * 8 + step + index / LANE_STATES;
+        const int state = quarter * LANE_STATES + index % LANE_STATES;
+        float* const to = of_warp + state * 8 + moved_step(state, step + index / LANE_STATES);
         to[0] = transposed_sum<8, 4>(B_terms);
-        to[4 * THREADS] = transposed_sum<8, 4>(C_terms);
+        to[LANE_STATES * THREADS] = transposed_sum<8, 4>(C_terms);
     }
 
     // Where d(δ·u), dδ and y (`which` 1 to 3) of a step go: in place of what they are made of, or, if other blocks of states
@@ -446,6 +463,19 @@ struct Backward {
     __device__ float* sum_at(int channel, int step, int which) const {
         if constexpr (BLOCKS == 1) return rows + element_at(channel, step) + which;
         return all_sums + ((which - 1) * CTA_CHANNELS + warp * CHANNELS + channel) * SUM_ROW + step;
+    }
+    __device__ void put_sums(int channel, int step, const float (&sum)[3], bool later) const {
+        if constexpr (BLOCKS == 1) {
+            float* const to = sum_at(channel, step, 1);
+            to[0] = sum[0];
+            store_float2(to + 1, sum[1], sum[2]);
+        } else {
+#pragma unroll
+            for (int which = 0; which < 3; which++) {
+                float* const to = sum_at(channel, step, which + 1);
+                *to = later ? *to + sum[which] : sum[which];
+            }
+        }
     }
     // GROUP steps from `step` on, summed over the lanes that share a channel.
     __device__ void add_over_lanes(const StateSums& sums, int step, bool later) const {
@@ -456,12 +486,10 @@ struct Backward {
             for (int j = 0; j < GROUP; j++)
                 four[0][j] = sums.delta_u[NARROW ? 0 : j][c], four[1][j] = sums.delta[NARROW ? 0 : j][c],
                 four[2][j] = sums.y[NARROW ? 0 : j][c];
+            float sum[3];
 #pragma unroll
-            for (int which = 0; which < 3; which++) {
-                float* const to = sum_at(own + 8 * c, step + transposed_index<4, 1>(), which + 1);
-                const float sum = transposed_sum<4, 1>(four[which]);
-                *to = BLOCKS > 1 && later ? *to + sum : sum;
-            }
+            for (int which = 0; which < 3; which++) sum[which] = transposed_sum<4, 1>(four[which]);
+            put_sums(own + 8 * c, step + transposed_index<4, 1>(), sum, later);
         }
     }
     // Two steps from `step` on, which are sums already, if they are this lane's to write.
@@ -470,25 +498,25 @@ struct Backward {
         for (int c = 0; c < 2; c++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
+                if (!mine) continue;
                 const float sum[3] = {sums.delta_u[j][c], sums.delta[j][c], sums.y[j][c]};
-#pragma unroll
-                for (int which = 0; which < 3; which++) {
-                    float* const to = sum_at(own + 8 * c, step + j, which + 1);
-                    if (mine) *to = BLOCKS > 1 && later ? *to + sum[which] : sum[which];
-                }
+                if constexpr (BLOCKS == 1)
+                    store_float4(rows + element_at(own + 8 * c, step + j), sums.size[j][c], sum[0], sum[1], sum[2]);
+                else
+                    put_sums(own + 8 * c, step + j, sum, later);
             }
     }
 
     __device__ void store(int number) const {
         const Inputs in(*this);
-        const int tile = number * TIMES, times = within(length - tile, TIMES);
+        const int tile = number * TIMES, times = within(length() - tile, TIMES);
         const Pieces<Storage*> u_grads(args.u_grad, in.batch, in.from, range.begin);
         const Pieces<Storage*> delta_grads(args.delta_grad, in.batch, in.from, range.begin);
         const Pieces<Storage*> z_grads(args.z_grad, in.batch, in.from, range.begin);
 #pragma unroll(int(AT_ONCE_AFTER))
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
-            const int count = piece.count(left, times);
+            const int count = piece.count(left(), times);
             PieceInputs now;
             now.u = in.u.load(i, tile, count), now.out_grad = in.out_grad.load(i, tile, count);
             now.z = in.z.load(i, tile, count);
@@ -557,7 +585,7 @@ struct Backward {
                               (channels / int(args.size.group_channels)) + range.group;
         const i64 from = group * states * args.size.time + (range.begin + tile);
         ProjectionGrads{args.B_grad + from, args.C_grad + from, states - block * CAPACITY, block * CAPACITY,
-                        int(args.size.time), range.begin, length - tile}
+                        int(args.size.time), range.begin, length() - tile}
             .store(all_states);
     }
 
@@ -578,7 +606,7 @@ struct Backward {
 #pragma unroll
             for (int s = 0; s < LANE_STATES; s++) {
                 const int n = block * CAPACITY + quarter * LANE_STATES + s;
-                if (own + 8 * c >= left || n >= states) continue;
+                if (own + 8 * c >= left() || n >= states) continue;
                 A_grad[i64(8 * c) * states + n] = decay_grad[c][s] + decay_lost[c][s];
                 if (initial_grad) initial_grad[i64(8 * c) * states + n] = carry[c][s];
             }
@@ -587,7 +615,7 @@ struct Backward {
     __device__ void store_channel_grads() const {
         const i64 to = part_channel(range.part) - own;
 #pragma unroll 1
-        for (int i = lane; i < left; i += 32) {
+        for (int i = lane; i < left(); i += 32) {
             if (args.D_grad) args.D_grad[to + i] = skip_grads[warp * CHANNELS + i];
             if (args.bias_grad) args.bias_grad[to + i] = bias_grads[warp * CHANNELS + i];
         }

@@ -2,20 +2,23 @@
 // gradients of one piece of elements. backward.cu has the picture.
 #pragma once
 #define CHANNELS 16
-#define CAPACITY 16
+#define CAPACITY (4 * STATES)
 #define SPLIT 1
 #include "../common/global_memory.cuh"
 #include "tile.cuh"
 
 enum : int {
-    // Floats of a channel: four for each step, and four more for each eight of them, so that channels lie in different banks.
+    // Floats of a channel: four for each step, and four more for each eight of them.
     ROW = 4 * TIMES + TIMES / 2,
     SUM_ROW = TIMES + 1,
-    LANE_STATES = 4,  // of each of the lane's two channels
-    GROUP = 4,        // steps that are kept in registers
+    LANE_STATES = STATES,  // of each of the lane's two channels
+    GROUP = 4,             // steps that are kept in registers
+    SUMMED_STEPS = 8 / LANE_STATES,  // whose dB and dC a warp sums over its channels at once
     CTA_CHANNELS = WARPS * CHANNELS,
-    SHARED_ROWS = CTA_CHANNELS * ROW,
-    SHARED_STATES = 2 * THREADS * TIMES,  // of each thread for every four steps
+    SHARED_ROWS = CTA_CHANNELS * (ROW + 2),
+    SAVED_STEP = LANE_STATES / 2 * THREADS,  // floats of saved states for each step of the tile
+    SHARED_STATES = SAVED_STEP * TIMES,      // of each thread for every four steps
+    WARP_SUMS = 8 * CAPACITY,                // floats of a warp's dB, and of its dC, of eight steps
     SHARED_STAGE = 2 * CAPACITY * TIMES,
     COMPENSATED = !NARROW && BLOCKS == 1,
     SAVED = 24,  // floats of a thread for each block of states, in `carries`
@@ -25,8 +28,11 @@ enum : int {
 };
 static_assert(PIECES % SHARING == 0);
 
+// Where a channel's row starts, in the rows of a warp. Channels 2i and 2i + 1 are half of the banks apart, as the threads that
+// stage their pieces need it; and the 8 channels that a warp's lanes read at once are each in four banks of their own.
+__device__ inline int row_at(int channel) { return channel * ROW + channel / 2 * 4; }
 // Where a step of a channel is in the rows of a warp: δ, δ·u, dy and a free float; after the steps δ, d(δ·u), dδ and y.
-__device__ inline int element_at(int channel, int step) { return channel * ROW + 4 * step + step / 8 * 4; }
+__device__ inline int element_at(int channel, int step) { return row_at(channel) + 4 * step + step / 8 * 4; }
 
 // acc += the sums over states, of 16 channels, of states of one step and what eight steps have.
 __device__ inline void add_over_states(float (&acc)[4], const float (&x)[2][LANE_STATES],
@@ -160,31 +166,41 @@ struct PieceGrads {
     }
 };
 
+__device__ inline void exchange(float& x, float& y) {
+    const float of_x = x;
+    x = y, y = of_x;
+}
+
+// The sums lie in rows of eight steps for each state, and pairs of steps change places so that 16 states lie in all banks.
+__device__ inline int moved_step(int state, int step) { return step ^ state / LANE_STATES % 4 * 2; }
+
 // Where the sums of a CTA's warps over channels go: dB and dC of its group, of `states` states from `first` on and of the
 // steps of a tile. `begin` is where the sequence of the tile starts.
 struct ProjectionGrads {
     float *B, *C;  // at the tile's first step
     int states, first, time, begin, steps;
 
-    // Adds up what a tile's warps have summed, of 16 states, once the warps have met. The sums lie in place of the state
+    // Adds up what a tile's warps have summed, of CAPACITY states, once the warps have met. The sums lie in place of the state
     // before the fourth step of each eight: dB in that of the first channels, dC in that of the second ones.
     __device__ void store(const float* all_states) const {
         constexpr int QUADS = 2 * CAPACITY * TIMES / 4;
 #pragma unroll
-        for (int i = threadIdx.x; i < QUADS; i += THREADS) {
+        for (int i = int(opaque(threadIdx.x)); i < QUADS; i += THREADS) {
             const int step = i % (TIMES / 4) * 4, row = i / (TIMES / 4);
             const int state = row % CAPACITY, which = row / CAPACITY;
             const float* const from =
-                all_states + (2 * (step / 8 * 8 + 4) + 4 * which) * THREADS + state * 8 + step % 8;
+                all_states + (step / 8 * 8 + 4) * SAVED_STEP + which * LANE_STATES * THREADS + state * 8 +
+                (moved_step(state, step % 8) & 4);
             float sum[4];
             load_floats(sum, from);
 #pragma unroll
             for (int k = 1; k < WARPS; k++) {
                 float of_warp[4];
-                load_floats(of_warp, from + k * 128);
+                load_floats(of_warp, from + k * WARP_SUMS);
 #pragma unroll
                 for (int j = 0; j < 4; j++) sum[j] += of_warp[j];
             }
+            if (moved_step(state, 0) & 2) exchange(sum[0], sum[2]), exchange(sum[1], sum[3]);
             if (state >= states || step >= steps) continue;
             float* const to = (which ? C : B) + i64(first + state) * time + step;
             if ((time | begin) % 4 == 0 && step + 4 <= steps) {

@@ -60,6 +60,7 @@ SMALL: tuple[Shape, ...] = (
 THOROUGH: tuple[Shape, ...] = (
     *((7, 1, 1, 1), (2, 3, 5, 2), (3, 48, 127, 16), (2, 96, 512, 16), (4, 200, 96, 64)),
     *((1, 64, 2053, 16), (1, 10, 333, 256), (8, 1024, 64, 16), (1, 16, 4096, 8), (1, 130, 77, 40)),
+    (2, 40, 136, 8),
 )
 
 _SEQUENCES = ("u", "delta", "z", "out", "out_grad", "u_grad", "delta_grad", "z_grad")
@@ -119,10 +120,11 @@ class Trial(cases.RandomTrial[Setting]):
         for aligned in (True, False):
             if kernel != "adjoint":
                 yield self.case(kernel, aligned=aligned)
-            if kernel != "forward":
-                yield self.case(kernel, aligned=aligned, parts=PARTS)
+            else:
+                yield self.case(kernel, aligned=aligned, parts=PARTS, forwards=True)
+            yield self.case(kernel, aligned=aligned, parts=PARTS)
 
-    def case(self, kernel: str, *, aligned: bool, parts: int = 1) -> Case:
+    def case(self, kernel: str, *, aligned: bool, parts: int = 1, forwards: bool = False) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
         of 1 and of ``PARTS`` parts."""
         direction: problems.Direction = next(name for name in problems.DIRECTIONS if name == kernel)
@@ -130,6 +132,10 @@ class Trial(cases.RandomTrial[Setting]):
         narrow = getattr(torch, self.dtype)
         tensors = {n: self._copied(n, value, aligned) for n, value in self.inputs.items()}
         expected = {n: self.expected[n] for n in OUTPUTS[direction] if n in self.expected}
+        if forwards:
+            tensors |= {"out_grad": tensors["u"], "C": tensors["B"], "z": None}
+            handed_on = self.expected["part_states"], self.expected["part_sizes"]
+            expected = dict(zip(OUTPUTS[direction], handed_on, strict=True))
         cu_seqlens = self.inputs["cu_seqlens"]
         for name, value in expected.items():
             if name in _SEQUENCES:
@@ -158,6 +164,7 @@ class Trial(cases.RandomTrial[Setting]):
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
             aligned=aligned and along % unit == 0,
             parts=parts,
+            forwards=forwards,
             whole=(aligned and time % unit == 0 and cu_seqlens is None,) * 2,
         )
         return Case(problem, tensors | self._in_float32(problem, expected), expected, self.terms)
@@ -174,13 +181,18 @@ class Trial(cases.RandomTrial[Setting]):
         if problem.direction == "forward":
             slots = problem.time // problems.INTERVAL + max(1, problem.sequences)
             of_checkpoints = problem.batch, slots, problem.channels, problem.states
-            checkpoints = torch.zeros(of_checkpoints, device=device)
-            return {"checkpoints": checkpoints, "final_state": poisoned("final_state")}
+            written: dict[str, Tensor | None] = {
+                "checkpoints": torch.zeros(of_checkpoints, device=device),
+                "final_state": poisoned("final_state"),
+            }
+            handed_on = ("part_states", "part_sizes") if problem.parts > 1 else ()
+            return written | {name: self.expected[name].float() for name in handed_on}
         tensors: dict[str, Tensor | None] = {}
         if problem.direction == "adjoint":
             for name in expected:
                 out = tensors[name] = poisoned(name)
-                out[:, :, 0] = 0  # of a first part nothing is asked, and nothing is written
+                # Of a first part nothing is asked, and nothing is written; or of a last one.
+                out[:, :, -1 if problem.forwards else 0] = 0
             return tensors
         tensors["initial_grad"] = poisoned("initial_grad")
         for name in ("adjoints", "sizes") if problem.parts > 1 else ():
@@ -242,7 +254,8 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     }
     solution = solve(inputs, setting.softplus, PARTS)
     inputs["checkpoints"] = solution.checkpoints
-    expected = {**solution.results, "adjoints": solution.adjoints, "sizes": solution.sizes}
+    handed_on = ("adjoints", "sizes", "part_states", "part_sizes")
+    expected = solution.results | {name: getattr(solution, name) for name in handed_on}
     return Trial(
         shape,
         setting,

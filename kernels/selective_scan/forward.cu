@@ -17,6 +17,9 @@
 //     scan    eight steps at a time: states in registers, sums over states to the rows of y
 //     store   out, gated
 //
+// Sequences can be cut into parts, each with its own CTAs. `part_states` and `part_sizes` hold, of each part, h after its last
+// step if the state before it is zero, and the sum of δ (adjoint.cu): from these follows the h that enters the parts after.
+//
 // A lane's states are its part of the 16 × 8 matrix that tensor cores multiply. So in 16 bits y is a product on tensor cores:
 // of one step's states with C of eight steps, of which the column of that step is kept. float32 is multiplied and summed by
 // shuffles. notes/README.md says which unit is the bound.
@@ -43,7 +46,7 @@ struct Arguments {
     ChannelTensor<const Storage*> u, delta, z;
     ChannelTensor<Storage*> out;
     ProjectionTensor B, C;
-    const float *A, *D, *delta_bias, *initial_state;
+    const float *A, *D, *delta_bias, *initial_state, *part_states, *part_sizes;
     float *final_state, *checkpoints;
     const i64* cu_seqlens;
     Sizes sizes;
@@ -62,7 +65,7 @@ struct Forward {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel_group = warp / SPLIT;
     const int channels = int(args.sizes.channels), states = int(args.sizes.states);
     const int sequences = int(args.sizes.sequences);
-    const CtaRange range = cta_range(args.sizes, 1, args.cu_seqlens);
+    const CtaRange& range = shared_cta_range(args.sizes, int(args.sizes.parts), args.cu_seqlens);
     const bool with_softplus = args.flags & SOFTPLUS;
     const int first = range.first + channel_group * CHANNELS;
     const int channels_left = within(range.limit - first, CHANNELS);
@@ -71,9 +74,12 @@ struct Forward {
     const Pieces<const Storage*> zs{args.z, range.batch, first, range.begin};
     const Pieces<Storage*> outs{args.out, range.batch, first, range.begin};
     const Projection B{args.B, range}, C{args.C, range};
-    const i64 length = range.end - range.begin;
-    const int slot = range.batch * (int(args.sizes.time) / INTERVAL + sequences) + range.begin / INTERVAL +
-                     range.sequence;  // of the sequence's first checkpoint
+    // The part ends before this step of the sequence.
+    const int length = within(range.end - range.begin, range.end_tile * INTERVAL);
+    // Of the sequence's first checkpoint.
+    __device__ int slot() const {
+        return range.batch * (int(args.sizes.time) / INTERVAL + sequences) + range.begin / INTERVAL + range.sequence;
+    }
 
     // The channel group's part of shared memory.
     const float* const bias = biases + channel_group * CHANNELS;
@@ -97,9 +103,10 @@ struct Forward {
     __device__ void run() {
         load_channels();
         load_states();
-        load(0);
+        const int begin = range.first_tile * INTERVAL;
+        if (begin < length) load(begin);
         int side = 0;
-        for (i64 tile = 0; tile < length; tile += TIMES, side ^= 1) {
+        for (int tile = begin; tile < length; tile += TIMES, side ^= 1) {
             float* const shared_B = stages + side * SHARED_STAGE;
             const int times = within(length - tile, TIMES);
             stage(tile, times, shared_B);
@@ -115,7 +122,7 @@ struct Forward {
             store(tile, times);
             __syncwarp();
         }
-        if (args.final_state) store_final_state();
+        if (args.final_state && range.part + 1 == int(args.sizes.parts)) store_final_state();
     }
 
     // delta_bias and D of the CTA's channels.
@@ -148,7 +155,10 @@ struct Forward {
                     decay[block][c][s] = in ? args.A[i64(first + channel) * states + n] * LOG2_E : 0;
                     h[block][c][s] = 0;
                 }
-        if (!args.initial_state) return;
+        if (args.initial_state) load_initial_state();
+        for (int part = 0; part < range.part; part++) pass_part(part);
+    }
+    __device__ void load_initial_state() {
         const float* const from = args.initial_state + state_offset();
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
@@ -162,8 +172,28 @@ struct Forward {
                 }
     }
 
+    // The states after an earlier part of the sequence, from those before it and what it hands on (adjoint.cu).
+    __device__ void pass_part(int part) {
+        const int parts = int(args.sizes.parts), sequence = range.batch * sequences + range.sequence;
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const int channel = own + 8 * c;
+            if (channel >= channels_left) continue;
+            const i64 from = (i64(sequence) * parts + part) * channels + first + channel;
+            const float size = args.part_sizes[from];
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+                for (int s = 0; s < WIDTH; s++) {
+                    const int n = first_state + block * STATES_APART + s;
+                    if (n < states)
+                        h[block][c][s] = args.part_states[from * states + n] + gate_of(decay[block][c][s] * size) * h[block][c][s];
+                }
+        }
+    }
+
     // Starts the loads of a tile. z comes later, with `stage`, so that it takes no registers from the steps.
-    __device__ void load(i64 tile) {
+    __device__ void load(int tile) {
         const int times = within(length - tile, TIMES);
         projections.load(B, C, 0, states, tile, times);
 #pragma unroll
@@ -174,7 +204,7 @@ struct Forward {
         }
     }
 
-    __device__ void stage(i64 tile, int times, float* shared_B) {
+    __device__ void stage(int tile, int times, float* shared_B) {
         projections.store(shared_B);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -209,14 +239,14 @@ struct Forward {
     }
 
     // The states before a step, for the backward pass.
-    __device__ void save_checkpoint(i64 number) const {
+    __device__ void save_checkpoint(int number) const {
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 const int n = first_state + block * STATES_APART, channel = own + 8 * c;
                 if (channel >= channels_left) continue;
-                float* const to = args.checkpoints + (i64(slot + number) * channels + first + channel) * states;
+                float* const to = args.checkpoints + (i64(slot() + number) * channels + first + channel) * states;
                 if (states % WIDTH == 0 && n < states) {
                     store_floats(to + n, h[block][c]);
                 } else {
@@ -308,7 +338,7 @@ struct Forward {
         }
     }
 
-    __device__ void store(i64 tile, int times) const {
+    __device__ void store(int tile, int times) const {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             const Piece piece(i);
@@ -356,8 +386,9 @@ struct Forward {
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 selective_scan_forward(const Storage* u, const Storage* delta, const float* A, const Storage* B, const Storage* C,
                        const float* D, const Storage* z, const float* delta_bias, const float* initial_state,
-                       Storage* out, float* final_state, float* checkpoints, const i64* cu_seqlens, i64 batch,
-                       i64 channels, i64 time, i64 states, i64 group_channels, i64 sequences, i64 flags,
+                       const float* part_states, const float* part_sizes, Storage* out, float* final_state,
+                       float* checkpoints, const i64* cu_seqlens, i64 batch, i64 channels, i64 time, i64 states,
+                       i64 group_channels, i64 sequences, i64 parts, i64 flags,
                        i64 u_batch, i64 u_channel, i64 u_time, i64 delta_batch, i64 delta_channel,
                        i64 delta_time, i64 z_batch, i64 z_channel, i64 z_time, i64 out_batch, i64 out_channel,
                        i64 out_time, i64 B_batch, i64 B_group, i64 B_state, i64 B_time, i64 C_batch, i64 C_group,
@@ -368,8 +399,8 @@ selective_scan_forward(const Storage* u, const Storage* delta, const float* A, c
              {out, out_batch, out_channel, out_time},
              {B, B_batch, B_group, B_state, B_time, bool(flags & B_CONTIGUOUS)},
              {C, C_batch, C_group, C_state, C_time, bool(flags & C_CONTIGUOUS)},
-             A, D, delta_bias, initial_state, final_state, checkpoints, cu_seqlens,
-             {batch, channels, time, states, group_channels, sequences, 1},
+             A, D, delta_bias, initial_state, part_states, part_sizes, final_state, checkpoints, cu_seqlens,
+             {batch, channels, time, states, group_channels, sequences, parts},
              flags})
         .run();
 }

@@ -15,6 +15,9 @@ Tensors, S being sequences that are packed along time, or 1, and G groups of cha
                                             channels by whoever asked for them
     adjoints, sizes                         likewise, what each part but a sequence's first hands on: made by the
                                             direction ``adjoint`` if there are several parts
+    part_states, part_sizes                 likewise, what each part but a sequence's last hands on: made by the direction
+                                            ``adjoint`` of a problem that is ``forwards``, as its adjoints and sizes, from
+                                            u in place of out_grad, B in place of C, and no z
     B_grad, C_grad                          (CTAs of a group, B, G, N, L), float32: likewise
 
 What is float32 here is in the dtype of no other tensor, and lies without gaps.
@@ -22,7 +25,7 @@ What is float32 here is in the dtype of no other tensor, and lies without gaps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from scan_registry.base.frozen import dataclass
@@ -81,7 +84,8 @@ class SelectiveScanProblem:
     aligned    whether the sequences of ``layout`` lie along it without gaps and start on 16 bytes everywhere, and
                consist of whole pieces of 16 bytes
     whole      the same of B and of C, along time
-    parts      that a sequence is cut into along time, in the backward pass
+    parts      that a sequence is cut into along time
+    forwards   whether the parts hand on states to later parts, not gradients to earlier ones; of direction ``adjoint``
     constant   whether B or C do not change with time, which no kernel takes
     """
 
@@ -99,6 +103,7 @@ class SelectiveScanProblem:
     aligned: bool = True
     whole: tuple[bool, bool] = (True, True)
     parts: int = 1
+    forwards: bool = False
     constant: bool = False
 
     @property
@@ -121,21 +126,37 @@ class SelectiveScanProblem:
 
     def parts_for(self, sms: int) -> int:
         """Parts to cut sequences into for the backward pass on a GPU of so many SMs: so many that its CTAs fill the GPU evenly,
-        though to cut costs a fifth more."""
+        though to cut costs a seventh more."""
         ctas = self.ctas_of_group * self.groups * self.batch * max(1, self.sequences)
-        resident = self.ctas_of_sm * sms
+        return self._evenest(ctas, self.ctas_of_sm, 0.8, lambda parts: 1.15, sms)
+
+    def forward_parts_for(self, sms: int) -> int:
+        """The same for the forward pass of up to 16 states, where to cut takes up to twice the time."""
+        if self.sequences or self.states > BLOCK_STATES:
+            return 1
+        shared = self.aligned or self.dtype == "float32"  # by two warps: channels
+        per_cta = 2 * WARP_CHANNELS if shared else 4 * WARP_CHANNELS
+        ctas = -(-self.group_channels // per_cta) * self.groups * self.batch
+        return self._evenest(ctas, 4 if shared else 3, 1.4, lambda parts: 2 - 0.7 / parts, sms)
+
+    def _evenest(
+        self, ctas: int, of_sm: int, alone: float, cost: Callable[[int], float], sms: int
+    ) -> int:
+        """The parts that take the least time. An SM that works on k CTAs at once takes ``alone`` + k for them, where up to
+        ``of_sm`` fit (notes/README.md); and all parts together take ``cost`` times the work of one."""
         most = max(1, min(8, self.time // (4 * INTERVAL)))
 
         def duration(parts: int) -> float:
-            waves = -(-ctas * parts // resident)
-            return waves / parts * (1.2 if parts > 1 else 1.0)
+            waves, rest = divmod(ctas * parts, of_sm * sms)
+            last = alone + -(-rest // sms) if rest else 0.0
+            return (waves * (alone + of_sm) + last) / parts * (cost(parts) if parts > 1 else 1.0)
 
         return min(range(1, most + 1), key=duration)
 
     @property
     def ctas_of_sm(self) -> int:
         """CTAs of the backward pass that an SM of an H100 has room for."""
-        return 8 // self._warps
+        return 3 if self.states <= BLOCK_STATES else 4
 
     @property
     def carried(self) -> int:
@@ -151,6 +172,6 @@ class SelectiveScanProblem:
             **{name: getattr(self, name) for name in sizes},
             "sequences": max(1, self.sequences),
             "parts": self.parts,
-            "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2,
+            "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2 | self.forwards << 3,
         }
         return values | dict(zip(stride_names(self.direction), self.strides, strict=True))

@@ -27,6 +27,7 @@ class Solution:
     """results      ``out``, ``final_state`` and gradients, by name
     adjoints     what each part of a sequence but its first hands on, (B, S, parts, D, N)
     sizes        the sums of δ over them, (B, S, parts, D)
+    part_states  what each part but the last hands on, in the forward pass; and part_sizes
     checkpoints  the states before every INTERVAL steps, as the forward kernel leaves them, in float32
     terms        of gradients that are sums over batch and time, the roots of the sums of their terms' squares
     """
@@ -34,6 +35,8 @@ class Solution:
     results: dict[str, Tensor]
     adjoints: Tensor
     sizes: Tensor
+    part_states: Tensor
+    part_sizes: Tensor
     checkpoints: Tensor
     terms: dict[str, Tensor]
 
@@ -100,8 +103,11 @@ def solve(inputs: Mapping[str, Tensor | None], softplus: bool, parts: int) -> So
         "C_grad": _of_groups(states, y_grad, C.shape[2]),
         "initial_grad": initial_grad.transpose(0, 1).contiguous(),
     }
-    adjoints, of_sizes = _handed_on(gates, sources, sizes, spans, parts)
-    return Solution(outputs, adjoints, of_sizes, _checkpoints(states, initial, spans), terms)
+    handed_on = (
+        *_handed_on(gates, sources, sizes, spans, parts, forwards=False),
+        *_handed_on(gates, tokens, sizes, spans, parts, forwards=True),
+    )
+    return Solution(outputs, *handed_on, _checkpoints(states, initial, spans), terms)
 
 
 # --- Tensors, steps first ---------------------------------------------------------------------
@@ -178,20 +184,27 @@ def _scan_back(
 
 
 def _handed_on(
-    gates: Tensor, sources: Tensor, sizes: Tensor, spans: Sequence[Span], parts: int
+    gates: Tensor,
+    sources: Tensor,
+    sizes: Tensor,
+    spans: Sequence[Span],
+    parts: int,
+    *,
+    forwards: bool,
 ) -> tuple[Tensor, Tensor]:
-    """With nothing arriving at their ends: what leaves before the first step of each part of a sequence but its first;
-    and the sums of δ."""
+    """With nothing arriving at their ends: what leaves before the first step of each part of a sequence but its first, or
+    ``forwards`` after the last step of each but its last; and the sums of δ."""
     _, batch, channels, states = gates.shape
     leaving = gates.new_zeros(batch, len(spans), parts, channels, states)
     sums = gates.new_zeros(batch, len(spans), parts, channels)
     nothing = gates.new_zeros(1, batch, channels, states)
     for number, (begin, end) in enumerate(spans):
         steps = -(-(end - begin) // (INTERVAL * parts)) * INTERVAL
-        for part in range(1, parts):
+        for part in range(parts - 1) if forwards else range(1, parts):
             first, last = (min(end, begin + place * steps) for place in (part, part + 1))
             own = slice(first, last)
-            _, left = _scan_back(gates[own], sources[own], nothing, [(0, last - first)])
+            scan = _scan if forwards else _scan_back
+            _, left = scan(gates[own], sources[own], nothing, [(0, last - first)])
             leaving[:, number, part] = left[0]
             sums[:, number, part] = sizes[own].sum(0)
     return leaving, sums

@@ -24,7 +24,7 @@ ADJOINT_CHANNELS = 8
 _POINTERS: dict[problems.Direction, tuple[str, ...]] = {
     "forward": (
         *("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state"),
-        *("out", "final_state", "checkpoints", "cu_seqlens"),
+        *("part_states", "part_sizes", "out", "final_state", "checkpoints", "cu_seqlens"),
     ),
     "adjoint": (
         "delta",
@@ -50,18 +50,17 @@ _SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
 def parameters(direction: problems.Direction) -> tuple[model.Parameter, ...]:
     """The signature of one kernel."""
     pointers = (model.Parameter(name, "pointer") for name in _POINTERS[direction])
-    parts = () if direction == "forward" else ("parts",)
-    integers = (*_SIZES, *parts, "flags", *problems.stride_names(direction))
+    integers = (*_SIZES, "parts", "flags", *problems.stride_names(direction))
     return (*pointers, *(model.Parameter(name, "i64") for name in integers))
 
 
 def _ctas(variant: model.Variant, problem: problems.SelectiveScanProblem) -> int:
     if variant.kernel == "backward":
-        of_group = problem.ctas_of_group * problem.parts
+        of_group = problem.ctas_of_group
     else:
         of_group = -(-problem.group_channels // _channels_of(variant))
-        of_group *= problem.parts - 1 if variant.kernel == "adjoint" else 1
-    return of_group * problem.groups * problem.batch * max(1, problem.sequences)
+    parts = problem.parts - (variant.kernel == "adjoint")
+    return of_group * parts * problem.groups * problem.batch * max(1, problem.sequences)
 
 
 def _channels_of(variant: model.Variant) -> int:
@@ -90,13 +89,15 @@ def _capacity(variant: model.Variant) -> int:
     """States of a channel that there is room for; 0: any number."""
     if variant.kernel == "forward":
         return 4 * variant.number("states") * variant.number("split")
-    return BLOCK_STATES if variant.kernel == "backward" and variant.number("blocks") == 1 else 0
+    if variant.kernel == "backward" and variant.number("blocks") == 1:
+        return 4 * variant.number("states")
+    return 0
 
 
 def _accepts(variant: model.Variant, problem: problems.SelectiveScanProblem) -> str | None:
     if reason := _kind_mismatch(variant, problem):
         return reason
-    if problem.time >= 2**31:
+    if problem.time >= 2**31 - INTERVAL:
         return f"{problem.time} steps; they are counted in 32 bits"
     capacity = _capacity(variant)
     if capacity and problem.states > capacity:
@@ -157,12 +158,15 @@ def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
 
 
 def _serves(statics: model.Pins, target: Target) -> bool:
-    """Few registers, for a fourth CTA on an SM, are enough in 16 bits for the code of sm_90 alone."""
+    """Few registers, for one CTA more on an SM, are enough for the code of sm_90 alone: forwards in 16 bits, and backwards
+    of 16 states. Backwards of up to 8 states are for sm_90 alone, too: archives of others have no room for them."""
     named = dict(statics)
-    ctas = named.get("ctas")
-    if named.get("states") != 2 or named.get("dtype") == "float32" or ctas is None:
-        return True
-    return (ctas == 4) == (target.capability == (9, 0) and not target.is_ptx)
+    of_sm90 = target.capability == (9, 0) and not target.is_ptx
+    if (named.get("states"), named.get("split")) == (2, 2) and named["dtype"] != "float32":
+        return (named.get("ctas") == 4) == of_sm90
+    if (named.get("states"), named.get("blocks")) == (4, 1):
+        return (named.get("ctas") == 3) == of_sm90
+    return of_sm90 or "blocks" not in named or named["states"] != 2
 
 
 def _forward_shared(variant: model.Variant) -> int:
@@ -183,17 +187,26 @@ def _forward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem
 
 
 def _backward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
-    """For one block of states, and for any number."""
-    tiles = ((problems.WARPS_OF_ONE, 1, 2), (problems.WARPS_OF_SEVERAL, 2, 4))
-    names = ("warps", "blocks", "ctas")
+    """For up to 16 states, which are one block, and for any number; and in 16 bits, where rows start anywhere as those of
+    vision models do, for up to 8."""
+    tiles = [
+        (4, problems.WARPS_OF_ONE, 1, 3),
+        (4, problems.WARPS_OF_ONE, 1, 2),
+        (4, problems.WARPS_OF_SEVERAL, 2, 4),
+    ]
+    named = dict(kind)
+    if named["access"] == "generic" and model.ITEM_SIZE[str(named["dtype"])] == 2:
+        tiles.append((2, problems.WARPS_OF_ONE, 1, 3))
+    names = ("states", "warps", "blocks", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
 def _backward_shared(variant: model.Variant) -> int:
     warps, times = variant.number("warps"), INTERVAL
     channels = warps * problems.WARP_CHANNELS
-    rows = channels * (4 * times + times // 2)
-    of_states, stage = 2 * 32 * warps * times, 2 * BLOCK_STATES * times
+    rows = channels * (4 * times + times // 2 + 2)
+    states = variant.number("states")
+    of_states, stage = states // 2 * 32 * warps * times, 2 * 4 * states * times
     sums = 0 if variant.number("blocks") == 1 else 3 * channels * (times + 1)
     return 4 * (rows + of_states + stage + 4 * channels + sums)
 
@@ -231,21 +244,28 @@ _SHARED: dict[problems.Direction, Callable[[model.Variant], int]] = {
 _COST: dict[problems.Direction, Callable[[model.Variant, problems.SelectiveScanProblem], float]] = {
     "forward": _forward_cost,
     "adjoint": lambda variant, problem: 0.0,
-    "backward": lambda variant, problem: variant.number("blocks"),
+    "backward": lambda variant, problem: variant.number("blocks") * variant.number("states"),
 }
 
 
 def _may_spill(direction: problems.Direction) -> frozenset[model.Variant]:
     """float32 with more than 16 states: forwards up to 40 bytes, of a lane that has 8 states of two channels; backwards on
-    sm_120 up to 32."""
-    large = {"forward": ("states", 8), "backward": ("blocks", 2)}
-    if direction not in large:
-        return frozenset()
+    sm_120 up to 32. And backwards of 16 states in 16 bits, with three CTAs on an SM: up to 32 bytes once a tile, none in its
+    steps (notes/README.md)."""
+    spilling = {
+        "forward": (("float32", {("states", 8)}),),
+        "backward": (
+            ("float32", {("blocks", 2)}),
+            ("bfloat16", {("states", 4), ("ctas", 3)}),
+            ("float16", {("states", 4), ("ctas", 3)}),
+        ),
+        "adjoint": (),
+    }[direction]
     return frozenset(
         model.Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
         for kind in _KINDS
         for tile in _TILES[direction](kind)
-        if dict(kind)["dtype"] == "float32" and large[direction] in tile
+        if any(dict(kind)["dtype"] == dtype and pins <= set(tile) for dtype, pins in spilling)
     )
 
 

@@ -43,18 +43,26 @@ struct ProjectionTensor {
 };
 
 // Bits of the argument `flags`.
-enum : i64 { SOFTPLUS = 1, B_CONTIGUOUS = 2, C_CONTIGUOUS = 4 };
+// FORWARDS is of adjoint.cu alone.
+enum : i64 { SOFTPLUS = 1, B_CONTIGUOUS = 2, C_CONTIGUOUS = 4, FORWARDS = 8 };
 
 // The sizes of a launch, which all kernels take.
 struct Sizes {
     i64 batch, channels, time, states, group_channels, sequences, parts;
 };
 
-// What a CTA works on: channels [first, limit) of batch `batch` that are in group `group`, and steps [begin, end) of one
-// sequence. Blocks are numbered (batch, sequence, part, group, block of channels), the last one fastest.
+// What a CTA works on: channels [first, limit) of batch `batch` that are in group `group`, steps [begin, end) of one sequence,
+// and, of that sequence, the tiles of INTERVAL steps [first_tile, end_tile) that are its part. Blocks are numbered (batch, sequence, part, group, block of channels), the last one fastest.
 struct CtaRange {
     int batch, group, block, sequence, part;
-    int first, limit, begin, end;
+    int first, limit, begin, end, first_tile, end_tile;
+
+    // The tiles of part `number` of `parts`.
+    __device__ void set_tiles(int number, int parts) {
+        const int tiles = (end - begin + INTERVAL - 1) / INTERVAL, per_part = (tiles + parts - 1) / parts;
+        first_tile = number * per_part < tiles ? number * per_part : tiles;
+        end_tile = first_tile + per_part < tiles ? first_tile + per_part : tiles;
+    }
 };
 
 __device__ inline CtaRange cta_range(const Sizes& sizes, int parts, const i64* cu_seqlens) {
@@ -76,6 +84,15 @@ __device__ inline CtaRange cta_range(const Sizes& sizes, int parts, const i64* c
         range.begin = int(begin < 0 ? 0 : begin > time ? time : begin);
         range.end = int(end < range.begin ? range.begin : end > time ? time : end);
     }
+    range.set_tiles(range.part, parts);
+    return range;
+}
+
+// The same in shared memory, where it takes no registers from the steps.
+__device__ inline const CtaRange& shared_cta_range(const Sizes& sizes, int parts, const i64* cu_seqlens) {
+    __shared__ CtaRange range;
+    if (threadIdx.x == 0) range = cta_range(sizes, parts, cu_seqlens);
+    __syncthreads();
     return range;
 }
 
@@ -114,6 +131,36 @@ __device__ inline int within(Count left, int most) {
     return left < 0 ? 0 : left < most ? int(left) : most;
 }
 
+// A piece of 16-bit elements that lie together, but on any boundary: three words of two elements, and the two elements that
+// are left. Those are the first one and the last one if the piece starts in the middle of a word, else the last two.
+struct MisalignedPiece {
+    enum : bool { EXISTS = NARROW && VALUES == 8 };
+
+    static __device__ bool in_word(const Storage* first) { return (reinterpret_cast<u64>(first) & 2) != 0; }
+
+    static __device__ Values load(const Storage* from) {
+        const bool odd = in_word(from);
+        const unsigned* const words = reinterpret_cast<const unsigned*>(from + odd);
+        const unsigned a = words[0], b = words[1], c = words[2], single = from[odd ? 0 : 6], last = from[7];
+        Values values;
+        values.word[0] = odd ? single | a << 16 : a;
+        values.word[1] = odd ? a >> 16 | b << 16 : b;
+        values.word[2] = odd ? b >> 16 | c << 16 : c;
+        values.word[3] = (odd ? c >> 16 : single) | last << 16;
+        return values;
+    }
+    static __device__ void store(Storage* to, const Values& values) {
+        const bool odd = in_word(to);
+        unsigned* const words = reinterpret_cast<unsigned*>(to + odd);
+        const unsigned a = values.word[0], b = values.word[1], c = values.word[2], d = values.word[3];
+        words[0] = odd ? a >> 16 | b << 16 : a;
+        words[1] = odd ? b >> 16 | c << 16 : b;
+        words[2] = odd ? c >> 16 | d << 16 : c;
+        to[odd ? 0 : 6] = Storage(odd ? a : d);
+        to[7] = Storage(d >> 16);
+    }
+};
+
 // A tensor of channels, at the thread's first piece of the first tile of a sequence.
 template <class Pointer>
 struct Pieces {
@@ -146,6 +193,8 @@ struct Pieces {
         if constexpr (ALIGNED) {
             values = get_words<Element, VALUES>(reinterpret_cast<const unsigned*>(from));
         } else {
+            if constexpr (MisalignedPiece::EXISTS)
+                if (along() == 1 && count == VALUES) return MisalignedPiece::load(from);
 #pragma unroll
             for (int i = 0; i < VALUES; i++)
                 if (i < count) values.put(i, from[i * along()]);
@@ -161,6 +210,8 @@ struct Pieces {
         if constexpr (ALIGNED) {
             put_words(to, values);
         } else {
+            if constexpr (MisalignedPiece::EXISTS)
+                if (along() == 1 && count == VALUES) return MisalignedPiece::store(to, values);
 #pragma unroll
             for (int i = 0; i < VALUES; i++)
                 if (i < count) to[i * along()] = values.bits(i);
@@ -210,6 +261,11 @@ struct ProjectionTile {
                 piece[i] = get_words<Element, IN_16_BYTES>(reinterpret_cast<const unsigned*>(first + tile + t));
             } else {
                 const i64 along = of_B ? b.time : c.time;
+                if constexpr (MisalignedPiece::EXISTS && !ALIGNED)
+                    if (along == 1 && t + IN_16_BYTES <= times) {
+                        piece[i] = MisalignedPiece::load(first + tile + t);
+                        continue;
+                    }
 #pragma unroll
                 for (int k = 0; k < IN_16_BYTES; k++)
                     if (t + k < times) piece[i].put(k, first[(tile + t + k) * along]);

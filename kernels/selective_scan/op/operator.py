@@ -125,7 +125,9 @@ class SelectiveScan(Operator):
         training = direction != PASSES[0]
         calls = describe(arguments, options, training)
         return tuple(
-            call.problem for name, call in calls.items() if (name != "forward") == training
+            call.problem
+            for name, call in calls.items()
+            if (name not in ("forward", "states")) == training
         )
 
     def tensors(

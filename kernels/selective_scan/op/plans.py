@@ -31,7 +31,9 @@ from scan_registry.kernels.selective_scan.op.problems import (
     copies_groups,
     has_kernels,
     make_problem,
+    make_states_problem,
     parts_of,
+    states_inputs,
     with_groups,
 )
 from scan_registry.kernels.selective_scan.problem import INTERVAL, SelectiveScanProblem
@@ -161,18 +163,35 @@ def plan_forward(
     checkpoints; or the decision that none does."""
     u = arguments.u
     model = torch.empty_like(u)
-    problem = make_problem("forward", with_groups(arguments), options, {"out": model}, addresses)
+    whole = make_problem("forward", with_groups(arguments), options, {"out": model}, addresses)
+    problem = replace(whole, parts=parts_of(whole, u.device))
     run = _prepared(problem, u.device, options.backend)
     if isinstance(run, Decision):
         return run
+    first: Run | None = None
+    if problem.parts > 1:
+        before = make_states_problem(with_groups(arguments), options, addresses, problem.parts)
+        prepared = _prepared(before, u.device, options.backend)
+        if isinstance(prepared, Decision):
+            return prepared
+        first = prepared
     launch, inputs = run, inputs_of(arguments)
+    rows = problem.batch * max(1, problem.sequences) * problem.parts
+    channels, states = arguments.A.shape
+    new_part_states = allocator(u.device, (rows, channels, states))
+    new_part_sizes = allocator(u.device, (rows, channels))
     new_out = allocator(u.device, model.shape, u.dtype, model.stride())
     new_state = allocator(u.device, state_shape(arguments)) if final else _nothing
     new_checkpoints = allocator(u.device, checkpoint_shape(arguments)) if training else _nothing
 
     def plan(arguments: Arguments) -> tuple[Tensor, Any, Any]:
         out, last, kept = new_out(), new_state(), new_checkpoints()
-        launch({**inputs(arguments), "out": out, "final_state": last, "checkpoints": kept})
+        tensors = {**inputs(arguments), "out": out, "final_state": last, "checkpoints": kept}
+        if first is not None:
+            part_states, part_sizes = new_part_states(), new_part_sizes()
+            first({**states_inputs(tensors), "adjoints": part_states, "sizes": part_sizes})
+            tensors |= {"part_states": part_states, "part_sizes": part_sizes}
+        launch(tensors)
         return out, last, kept
 
     return plan
@@ -394,9 +413,13 @@ def new_tensors(
     tensors = inputs_of(grouped)(grouped)
     tensors["checkpoints"] = arguments.u.new_zeros(checkpoint_shape(arguments), dtype=torch.float32)
     if problem.direction == "forward":
-        return {**tensors, "out": torch.empty_like(arguments.u)}
+        rows = problem.batch * problem.parts
+        part_states = arguments.u.new_zeros((rows, *arguments.A.shape), dtype=torch.float32)
+        handed_on = {"part_states": part_states, "part_sizes": part_states[..., 0].contiguous()}
+        return {**tensors, "out": torch.empty_like(arguments.u), **handed_on}
     buffers = GradientBuffers(grouped, problem, None)
     parts = buffers.views(buffers.put(tensors))
     for part in parts.values():
         part.zero_()
-    return {**tensors, **parts, "out_grad": out_grad}
+    written: dict[str, Tensor | None] = {**tensors, **parts, "out_grad": out_grad}
+    return states_inputs(written) if problem.forwards else written

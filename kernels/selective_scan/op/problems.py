@@ -106,7 +106,11 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
         return {name: KernelCall(problem_of(name)) for name in directions[: 1 + differentiated]}
     arguments = with_groups(arguments)
     forward = make_problem("forward", arguments, options, {"out": model}, addresses)
+    forward = replace(forward, parts=parts_of(forward, arguments.u.device))
     described = {"forward": KernelCall(forward)}
+    if forward.parts > 1:
+        states = make_states_problem(arguments, options, addresses, forward.parts)
+        described["states"] = KernelCall(states)
     if differentiated:
         others = {"grad": model, "u_grad": model}
         whole = make_problem("backward", arguments, options, others, addresses)
@@ -141,8 +145,24 @@ def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveSca
 
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:
-    """Parts to cut sequences into for the backward pass."""
+    """Parts to cut sequences into, forwards or backwards."""
     sms = _USUAL_SMS
     if device.type == "cuda":
         sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if problem.direction == "forward":
+        return problem.forward_parts_for(sms)
     return problem.parts_for(sms)
+
+
+def make_states_problem(
+    arguments: Arguments, options: Options, addresses: int, parts: int
+) -> SelectiveScanProblem:
+    """What parts of a sequence hand to later parts, in the forward pass: ``states_inputs`` of the kernel ``adjoint``."""
+    inputs = arguments._replace(C=arguments.B, z=None)
+    problem = make_problem("adjoint", inputs, options, {"grad": arguments.u}, addresses, parts)
+    return replace(problem, forwards=True)
+
+
+def states_inputs(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The pointers of ``make_states_problem``, from those of the forward pass."""
+    return {**tensors, "out_grad": tensors["u"], "C": tensors["B"], "z": None}

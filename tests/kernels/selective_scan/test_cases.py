@@ -54,9 +54,8 @@ def test_results_are_the_references(trial: cases.Trial) -> None:
         (*given, initial), setting.softplus, bounds(trial), out_grad, final_grad, (True,) * 9
     )
     expected = {"out": out, "final_state": final, **dict(zip(GRADS, grads, strict=True))}
-    assert {name for name, x in expected.items() if x is not None} | {"adjoints", "sizes"} == {
-        *trial.expected
-    }
+    handed_on = {"adjoints", "sizes", "part_states", "part_sizes"}
+    assert {name for name, x in expected.items() if x is not None} | handed_on == {*trial.expected}
     for name, right in expected.items():
         if right is not None:
             assert trial.expected[name].shape == right.shape
@@ -82,6 +81,22 @@ def test_parts_hand_on_the_gradient_of_the_state_before_them(trial: cases.Trial)
             assert relative_error(trial.expected["adjoints"][:, number, part], right) <= 1e-13
             right = reference.step_sizes(delta[..., own], bias, setting.softplus).sum(-1)
             assert relative_error(trial.expected["sizes"][:, number, part], right) <= 1e-13
+
+
+def test_parts_hand_on_the_state_after_them(trial: cases.Trial) -> None:
+    setting = trial.setting
+    (u, delta, A, B, C, *_, bias), initial = wide(trial)
+    for number, (begin, end) in enumerate(pairwise(bounds(trial).tolist())):
+        tiles = -(-(end - begin) // INTERVAL)
+        steps = -(-tiles // cases.PARTS) * INTERVAL
+        for part in range(cases.PARTS - 1):
+            own = slice(min(end, begin + part * steps), min(end, begin + (part + 1) * steps))
+            given = u[..., own], delta[..., own], A, B[..., own], C[..., own], None, None, bias
+            nothing = torch.zeros_like(initial[:, 0])
+            _, right = reference.forward(*given, setting.softplus, nothing, None)
+            assert relative_error(trial.expected["part_states"][:, number, part], right) <= 1e-13
+            right = reference.step_sizes(delta[..., own], bias, setting.softplus).sum(-1)
+            assert relative_error(trial.expected["part_sizes"][:, number, part], right) <= 1e-13
 
 
 def test_checkpoints_are_the_states_before_each_interval(trial: cases.Trial) -> None:
@@ -114,7 +129,8 @@ def unsolved(given: Mapping[str, Tensor | None], softplus: bool, parts: int) -> 
         results |= {"z_grad": torch.zeros_like(u)}
     handed_on = torch.zeros(batch, sequences, parts, channels, A.shape[1])
     checkpoints = torch.zeros(batch, time // INTERVAL + sequences, channels, A.shape[1])
-    return Solution(results, handed_on, handed_on[..., 0], checkpoints, {})
+    both = handed_on, handed_on[..., 0]
+    return Solution(results, *both, *both, checkpoints, {})
 
 
 @pytest.mark.parametrize("dtype", cases.TOLERANCE)

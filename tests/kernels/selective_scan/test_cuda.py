@@ -15,7 +15,14 @@ from scan_registry.kernels.selective_scan import cases
 from scan_registry.kernels.selective_scan.spec import FAMILY
 
 #: One step, tiles that are not full, several tiles, states of several blocks, and groups of odd sizes.
-SHAPES = ((1, 8, 1, 3), (2, 16, 24, 3), (2, 40, 72, 16), (1, 70, 101, 4), (1, 16, 136, 50))
+SHAPES = (
+    (1, 8, 1, 3),
+    (2, 16, 24, 3),
+    (2, 40, 72, 16),
+    (1, 70, 101, 4),
+    (1, 16, 136, 50),
+    (1, 16, 40, 33),
+)
 
 
 def chosen() -> Iterator[Variant]:

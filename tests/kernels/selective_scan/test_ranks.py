@@ -121,7 +121,11 @@ def test_ranks_give_what_one_gives(
     used = play(parts)
     _compare(layout, dtype, None)
     # Each rank makes its summaries twice, as its first call is stopped.
-    forward = ["forward", "adjoint"] * 2 * 3 + ["forward"] * 3
+    of_chunk = [
+        *["adjoint"][: parts - 1],
+        "forward",
+    ]  # what its parts hand on, if there are several
+    forward = [*of_chunk, "adjoint"] * 2 * 3 + of_chunk * 3
     assert used == forward + ["adjoint"] * 3 + ["adjoint", "backward"] * 3
 
 
