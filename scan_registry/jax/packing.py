@@ -19,7 +19,14 @@ def sequences_of(cu_seqlens: Any) -> int | None:
 def compose(first: Any, second: Any) -> Any:
     """Of two affine maps (gate, token), the first of which is applied first. A gate of 0 stops what is infinite, too."""
     (gate, token), (later, added) = first, second
-    return gate * later, jnp.where(later == 0, added, later * token + added)
+    return later * let_through(later, gate), later * let_through(later, token) + added
+
+
+def let_through(gate: Any, value: Any, dot: Any = None) -> Any:
+    """What a gate is multiplied by: a value, or its tangent ``dot``. It is 0 in place of what 0 does not take to 0. Only there does the
+    derivative by the gate differ from that of a product; elsewhere a gate of 0 has the value as its derivative."""
+    infinite = (gate == 0) & ~jnp.isfinite(value)
+    return jnp.where(infinite, 0, value if dot is None else dot)
 
 
 def confined(cu_seqlens: Any, time: int) -> Any:

@@ -90,8 +90,10 @@ class Operator(Protocol):
         def of_active(*values: Any) -> list[Any]:
             return self.composed(_with(operands, active, values), options)
 
-        primals = tuple(operands[i] for i in active)
-        return list(jax.jvp(of_active, primals, tuple(tangents[i] for i in active))[1])
+        # Of an operand that all share and its tangent, one alone may have the further dimension of vmap.
+        pairs = [jnp.broadcast_arrays(operands[i], tangents[i]) for i in active]
+        primals, dots = zip(*pairs, strict=True)
+        return list(jax.jvp(of_active, primals, dots)[1])
 
     def adjoint(
         self,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from scan_registry.jax import packing
@@ -46,7 +47,7 @@ def run_over(part: Part, axis_name: str, operands: Arrays, initial: Any) -> list
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _run_over(part: Part, axis_name: str, operands: Arrays, initial: Any) -> list[Any]:
-    _, before, last = _entering(part, axis_name, operands, initial)
+    *_, before, last = _entering(part, axis_name, operands, initial)
     return [*part.run(operands, before)[:-1], last]
 
 
@@ -54,7 +55,7 @@ def _run_over(part: Part, axis_name: str, operands: Arrays, initial: Any) -> lis
 def _derivatives(part: Part, axis_name: str, primals: Any, tangents: Any) -> Any:
     operands, initial = primals
     of_operands, of_initial = tangents
-    products, before, last = _entering(part, axis_name, operands, initial)
+    products, finals, before, last = _entering(part, axis_name, operands, initial)
     places = [
         i for i, x in enumerate(operands) if x is not None and jnp.issubdtype(x.dtype, jnp.inexact)
     ]
@@ -69,29 +70,66 @@ def _derivatives(part: Part, axis_name: str, primals: Any, tangents: Any) -> Any
     results, tangent = jax.linearize(alone, own, before)
     # Apart, so that the gradient of the state before this part is a pass of its own, which no other gradient waits for.
     of_own = tangent([of_operands[i] for i in places], jnp.zeros_like(before))
-    finals = lax.all_gather(of_own[-1], axis_name)
-    of_before, of_last = _handed_on(products, finals, of_initial, axis_name, part.reverse)
+    maps = (products, finals, lax.all_gather(of_own[-1], axis_name))
+    start = None if initial is None else (initial, of_initial)
+    of_before, of_last = _handed_on(_compose_tangents, maps, start, axis_name, part.reverse)
     of_state = tangent([jnp.zeros_like(x) for x in own], of_before)
     dots = [one + other for one, other in zip(of_own[:-1], of_state[:-1], strict=True)]
     return [*results[:-1], last], [*dots, of_last]
 
 
-def _entering(part: Part, axis_name: str, operands: Arrays, initial: Any) -> tuple[Any, Any, Any]:
-    """All parts' products, the state before this part, and the state after the last one."""
+def _entering(part: Part, axis_name: str, operands: Arrays, initial: Any) -> tuple[Any, ...]:
+    """All parts' products and finals, the state before this part, and the state after the last one."""
     products, finals = (lax.all_gather(x, axis_name) for x in part.summarize(operands))
-    return products, *_handed_on(products, finals, initial, axis_name, part.reverse)
+    start = None if initial is None else (initial,)
+    states = _handed_on(_compose, (products, finals), start, axis_name, part.reverse)
+    return products, finals, *states
+
+
+def _compose(first: Any, second: Any) -> Any:
+    """Of two parts' maps, as ``packing.compose``."""
+    (gate, state), (later, added) = first, second
+    return (
+        _times(later, packing.let_through(later, gate)),
+        _times(later, packing.let_through(later, state)) + added,
+    )
+
+
+def _compose_tangents(first: Any, second: Any) -> Any:
+    """The same with the states' tangents, in which it is linear."""
+    *one, dot = first
+    *other, added = second
+    later, state = other[0], one[1]
+    moved = _times(later, packing.let_through(later, state, dot)) + added
+    return *_compose(one, other), moved
+
+
+def _times(later: Any, value: Any) -> Any:
+    """A product of many gates may overflow: it leaves 0 as it is, as its gates do one by one. So infinity is two finite factors,
+    which no other number stays finite with."""
+    greatest = np.finfo(later.dtype).max
+    first = jnp.nan_to_num(later, nan=jnp.nan) * value
+    return first * jnp.where(jnp.isinf(later), greatest, 1)
 
 
 def _handed_on(
-    products: Any, finals: Any, initial: Any, axis_name: str, reverse: bool
+    compose: Callable[[Any, Any], Any],
+    maps: tuple[Any, ...],
+    start: tuple[Any, ...] | None,
+    axis_name: str,
+    reverse: bool,
 ) -> tuple[Any, Any]:
-    """The state before this part, and that after the last one, from all parts' summaries. Linear in finals and ``initial``."""
-    count, own = finals.shape[0], lax.axis_index(axis_name)
+    """The state before this part, and that after the last one, from all parts' maps; or with tangents beside the states, those of
+    the two. ``start`` is what there is before the first part; None for zeros."""
+    count, own = maps[0].shape[0], lax.axis_index(axis_name)
     first, last = (count - 1, 0) if reverse else (0, count - 1)
-    if initial is None:
-        initial = jnp.zeros_like(finals[0])
-    finals = finals.at[first].add(products[first] * initial)
-    _, after = lax.associative_scan(packing.compose, (products, finals), reverse=reverse)
+    initial = jnp.zeros_like(maps[-1][0]) if start is None else start[-1]
+    if start is not None:
+        of_first = [array[first] for array in maps]
+        _, *entered = compose((jnp.ones_like(of_first[0]), *start), of_first)
+        pairs = zip(maps[1:], entered, strict=True)
+        maps = (maps[0], *(array.at[first].set(value) for array, value in pairs))
+    after = lax.associative_scan(compose, maps, reverse=reverse)[-1]
     earlier = after[jnp.clip(own + (1 if reverse else -1), 0, count - 1)]
     before = jnp.where(own == first, initial, earlier)
     # A sum, as JAX knows of its result that it is the same on all devices.

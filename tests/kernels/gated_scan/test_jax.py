@@ -161,3 +161,49 @@ def test_what_is_refused(
     inputs = [jnp.ones(SHAPE)] * change.pop("inputs", 2)
     with pytest.raises(error, match=words):
         scan_registry.jax.gated_scan(kind, *inputs, **{"dim": 1, **change})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("kind", ["linear", "hgrn"])
+def test_derivatives_of_gates_that_are_zero(kind: str, backend: Any, dtype: str) -> None:
+    """By the C code and composed of JAX's operators: the state before the step is the derivative. HGRN's gate underflows."""
+    values, tokens = jax.nn.sigmoid(drawn(1, 2, 6)), drawn(1, 2, 6, seed=1)
+    values = values.at[:, :, jnp.array([2, 4])].set(0 if kind == "linear" else -1e4)
+    bounds = [jnp.zeros(2)] if kind == "hgrn" else []
+    inputs = [values, tokens] if kind == "linear" else [tokens, values]
+    arrays = [x.astype(dtype) for x in (*inputs, *bounds)]
+    numbers = range(len(arrays))
+
+    def ours(*arrays: Any) -> Any:
+        reset = jnp.zeros((1, 6), bool)
+        scan = scan_registry.jax.gated_scan(kind, *arrays, reset=reset, backend=backend)
+        return jnp.sin(scan).sum()
+
+    def one_by_one(*arrays: Any) -> Any:
+        along = [a if a.ndim == 3 else a[:, None] for a in arrays]
+        gates, added = GATES[kind](None, *along)
+        state, total = jnp.zeros((1, 2), dtype), jnp.zeros((), dtype)
+        for t in range(6):
+            state = gates[..., t] * state + added[..., t]
+            total += jnp.sin(state).sum()
+        return total
+
+    results, expected = (jax.jit(jax.grad(f, tuple(numbers)))(*arrays) for f in (ours, one_by_one))
+    assert float(abs(expected[0 if kind == "linear" else 2]).max()) > 0.1
+    assert max(errors(results, expected)) < (1e-5 if dtype == "float32" else 1e-12)
+
+
+def test_a_gate_of_zero_stops_what_is_infinite() -> None:
+    """Its derivative is finite, too."""
+    gates, tokens = jnp.array([1.0, 1.0, 0.0, 0.5]), jnp.array([1.0, jnp.inf, 3.0, 1.0])
+
+    def scan(gates: Any) -> Any:
+        args = gates[None, None], tokens[None, None]
+        return scan_registry.jax.gated_scan(
+            "linear", *args, reset=jnp.zeros((1, 4), bool), backend="reference"
+        )
+
+    states, gradient = jax.value_and_grad(lambda g: scan(g)[0, 0, 2:].sum())(gates)
+    assert float(states) == 5.5
+    assert gradient.tolist() == [0.0, 0.0, 0.0, 3.0]

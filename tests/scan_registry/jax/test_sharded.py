@@ -173,20 +173,68 @@ def test_two_axes_of_a_mesh() -> None:
     assert max(errors(gradients(cut), gradients(whole))) < 1e-5
 
 
-def test_second_derivatives() -> None:
-    """Of a scan whose gates JAX differentiates, too."""
-    gates, tokens = jax.nn.sigmoid(drawn(1, 1, 4)), drawn(1, 1, 4, seed=1)
-    cut = jax.shard_map(
-        partial(ours.gated_scan, "min_gru", axis_name="t"),
+def over_devices(function: Any, arrays: int) -> Any:
+    """The function with time, the last dimension, cut between the devices."""
+    cut = P(None, None, "t")
+    return jax.shard_map(
+        partial(function, axis_name="t"),
         mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
-        in_specs=P(None, None, "t"),
+        in_specs=(cut,) * arrays,
+        out_specs=cut,
+    )
+
+
+SECOND = {
+    "min_gru": partial(ours.gated_scan, "min_gru"),
+    "linear": partial(ours.gated_scan, "linear"),
+    "linear_scan": ours.linear_scan,
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_second_derivatives(name: str) -> None:
+    """Also of a scan whose gates JAX differentiates, and where a gate is 0, as is the product of a device's gates then."""
+    first, tokens = jax.nn.sigmoid(drawn(1, 1, 8)), drawn(1, 1, 8, seed=1)
+    first = first.at[0, 0, 3].set(0)
+    function = SECOND[name]
+
+    def hessian(scan: Any) -> Any:
+        return jax.jit(jax.hessian(lambda *o: (scan(*o) ** 3).sum(), (0, 1)))(first, tokens)
+
+    assert max(errors(hessian(over_devices(function, 2)), hessian(function))) < 1e-11
+
+
+def test_a_shared_gate_has_second_derivatives() -> None:
+    """By forward mode over reverse mode, whose batches have a further dimension in the tangent of a gate alone."""
+    gates, tokens = jax.nn.sigmoid(drawn(2, 1)), drawn(1, 2, 4, seed=1)
+    cut = jax.shard_map(
+        partial(ours.linear_scan, axis_name="t"),
+        mesh=jax.sharding.Mesh(jax.devices(), ("t",)),
+        in_specs=(P(), P(None, None, "t")),
         out_specs=P(None, None, "t"),
     )
 
     def hessian(scan: Any) -> Any:
-        return jax.jit(jax.hessian(lambda *o: (scan(*o) ** 3).sum(), (0, 1)))(gates, tokens)
+        return jax.jit(jax.hessian(lambda g: (scan(g, tokens) ** 3).sum()))(gates)
 
-    assert max(errors(hessian(cut), hessian(partial(ours.gated_scan, "min_gru")))) < 1e-11
+    assert max(errors(hessian(cut), hessian(ours.linear_scan))) < 1e-11
+
+
+@pytest.mark.parametrize("function", [ours.linear_scan, partial(ours.gated_scan, "linear")])
+def test_products_of_gates_that_overflow(function: Any) -> None:
+    """They are products with states and gradients of 0, or with no state at all, and results are finite."""
+    gates = jnp.array([1e200, 1e200, 1e200, 1e200, 0.5, 0.5, 0.5, 0.5], "float64")[None, None]
+    tokens = jnp.zeros(8).at[4].set(1.0)[None, None]
+
+    def results(scan: Any) -> Any:
+        def loss(gates: Any, tokens: Any) -> Any:
+            return (scan(gates, tokens)[..., 0] ** 2).sum()
+
+        return jax.jit(lambda *o: (scan(*o), jax.grad(loss, (0, 1))(*o)))(gates, tokens)
+
+    expected = results(function)
+    assert all(bool(jnp.isfinite(array).all()) for array in jax.tree.leaves(expected))
+    assert max(errors(results(over_devices(function, 2)), expected)) < 1e-12
 
 
 def test_what_is_refused() -> None:
