@@ -13,6 +13,7 @@ from inspect import signature
 from typing import Any, get_type_hints
 
 from scan_registry.artifact.archive import Binary
+from scan_registry.base.package import NAME
 from scan_registry.catalog.inventory import Attestation, worst_attestations
 from scan_registry.diagnostics.explanation_call import heading, place, refuse_device
 from scan_registry.diagnostics.explanation_words import called, grouped
@@ -203,7 +204,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """
     from scan_registry.runtime.loader import system
 
-    if "scan_registry.jax.ffi" in sys.modules:  # as it is where a function for JAX is
+    if f"{NAME}.jax.ffi" in sys.modules:  # as it is where a function for JAX is
         from scan_registry.diagnostics.explanation_of_jax import explained_for_jax
 
         if (for_jax := explained_for_jax(operator, args, kwargs)) is not None:

@@ -249,6 +249,7 @@ def test_it_works_with_jax(repository: Path, tmp_path: Path, wheel: str) -> None
     answer = run(hub_programs.JAX, repository, wheel, cwd=tmp_path)
     names = [answer["name"], *(["scan_registry"] if wheel == "beside" else [])]
     assert answer["of"] == answer["name"]
+    assert set(answer["explained"]) == {"jax.linear_scan"}
     assert answer["modules"] == sorted(names)
     assert answer["targets"] == names
     assert all(answer["same"])

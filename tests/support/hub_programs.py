@@ -227,8 +227,10 @@ along = [jnp.moveaxis(x, 2, 0) for x in (gates, u)]
 loss = jax.value_and_grad(lambda u: (jax.lax.scan(step, jnp.zeros((2, 4)), (along[0], u))[1] ** 2).sum())
 value, grad = loss(along[1])
 ours = [np.asarray(x) for x in every[0][:2]]
+explained = [p.explain(p.jax.linear_scan, gates, u) for p in packages]
 print(json.dumps({
     "name": kernel.__name__,
+    "explained": [e.operator for e in explained],
     "modules": sorted({n.partition(".")[0] for n in sys.modules if n.startswith("scan_registry")}),
     "of": kernel.jax.linear_scan.__module__.partition(".")[0],
     "targets": [importlib.import_module(f"{p.__name__}.jax.ffi").TARGET for p in packages[:2]],
