@@ -198,6 +198,11 @@ def hgrn(x: Any, forget: Any, lower_bound: Any = None, **options: Any) -> Any:
         x = checks.as_arrays({"x": x}, _accepted(KINDS["hgrn"]))["x"]
         channels = x.shape[-1 if checks.check_time(options.get("dim", -1)) == -2 else -2]
         lower_bound = jnp.full(channels, number, compute_dtype(x))
+    else:
+        shapes = "(channels,), or a number of Python or NumPy that is no array"
+        accepted = checks.Parameter(ACCEPTED, (1,), shapes)
+        arrays = checks.as_arrays({"lower_bound": lower_bound}, {"lower_bound": accepted})
+        lower_bound = arrays["lower_bound"]
     return gated_scan("hgrn", x, forget, lower_bound, **options)
 
 

@@ -65,7 +65,23 @@ def _as_array(name: str, value: Any, parameter: Parameter) -> Any:
         )
     if parameter.ndim and value.ndim not in parameter.ndim:
         raise ValueError(f"{name} has shape {value.shape}; it must be {parameter.shapes}")
-    return jnp.asarray(value)
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        return jnp.asarray(value)
+    return value if isinstance(value, jax.Array) else _integers(name, value)
+
+
+def _integers(name: str, value: Any) -> Any:
+    """An array of JAX that has values also where a program is traced. ``ValueError`` if they do not fit in the dtype that JAX has for
+    them, int32 unless it is told."""
+    with jax.ensure_compile_time_eval():
+        array = jnp.asarray(value)
+    accepted = np.iinfo(array.dtype)
+    if value.size and not accepted.min <= value.min() <= value.max() <= accepted.max:
+        with np.printoptions(threshold=20):
+            raise ValueError(
+                f"{name} is {value}; accepted are numbers from {accepted.min} to {accepted.max}, those of {accepted.dtype}"
+            )
+    return array
 
 
 def _type_name(value: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scan_registry.dispatch.select import Decision
 from scan_registry.jax import ffi
@@ -19,6 +20,14 @@ def is_for_jax(function: Any) -> bool:
     return any(getattr(package, name) is function for name in package.__all__)
 
 
+def _is_traced(argument: Any) -> bool:
+    """Whether its values do not matter: neither a number of NumPy nor bounds of sequences, which the call checks."""
+    dtype = getattr(argument, "dtype", None)
+    if dtype is None or isinstance(argument, np.generic):
+        return False
+    return isinstance(argument, jax.ShapeDtypeStruct) or not jnp.issubdtype(dtype, jnp.integer)
+
+
 def decisions_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Decision], int | None]:
@@ -26,7 +35,7 @@ def decisions_of(
     outlines (``jax.ShapeDtypeStruct``). The call is compiled for the platform that JAX prefers here, and not run."""
     platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    arrays = {name: value for name, value in named.items() if hasattr(value, "dtype")}
+    arrays = {name: value for name, value in named.items() if _is_traced(value)}
     inexact = [n for n, a in arrays.items() if jnp.issubdtype(a.dtype, jnp.inexact)]
 
     def call(*values: Any) -> Any:

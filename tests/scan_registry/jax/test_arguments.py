@@ -209,6 +209,15 @@ def test_arrays_and_numbers_of_numpy(name: str) -> None:
         assert [r.dtype for r in results] == [e.dtype for e in expected]
 
 
+def test_a_lower_bound_that_is_an_array_of_one_number() -> None:
+    """A number is accepted, so the error says so."""
+    for bad in (np.array(0.3, "float32"), jnp.array(0.3, "float32")):
+        with pytest.raises(
+            ValueError, match=r"lower_bound has shape \(\); .* or a number of Python"
+        ):
+            ours.hgrn(SEQUENCE, SEQUENCE, bad)
+
+
 # --- cu_seqlens -------------------------------------------------------------------------------
 
 BAD_BOUNDS = ([0, 9, 6], [0, 4, 2, 6], [0, 3], [1, 6], [0, 3, 7], [-2, 3, 6], [9, 1, -5])
@@ -240,6 +249,18 @@ def test_bounds_that_do_not_fit(name: str) -> None:
         for of in (jnp.array, np.array):
             with pytest.raises(ValueError, match=r"cu_seqlens is \[.*\]; it must begin with 0"):
                 packed(name, of(bounds))
+
+
+@pytest.mark.usefixtures("runs_nothing")
+@pytest.mark.parametrize("name", PACKED)
+def test_bounds_that_do_not_fit_in_what_jax_makes_of_them(name: str) -> None:
+    """Without ``jax_enable_x64`` that is int32, in which the last bound is the number of steps."""
+    with jax.enable_x64(False):
+        for bounds in ([0, 2**32 + T], [0, 2, 2**32 + 3, T], [0, -(2**32) + 3, T]):
+            with pytest.raises(
+                ValueError, match=r"cu_seqlens is \[.*\]; accepted are numbers from"
+            ):
+                packed(name, np.array(bounds))
 
 
 @pytest.mark.parametrize("name", ["linear_scan", "rg_lru", "selective_scan", "causal_conv1d"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from jaxing import jax
 
@@ -35,6 +36,19 @@ def test_a_call_of_which_jax_computes_all() -> None:
     assert explained.steps == ()
     assert "JAX's own operators" in explained.brief()
     assert "empty" not in explained.brief()
+
+
+def test_what_the_call_refuses() -> None:
+    """By the values of bounds, too; numbers of NumPy are what they are in a call."""
+    x = jax.ShapeDtypeStruct((1, 8, 64), "float32")
+    for bounds in (jax.numpy.array([0, 9, 8]), np.array([0, 2**32 + 8])):
+        with pytest.raises(ValueError, match="cu_seqlens is"):
+            scan_registry.explain(scan_registry.jax.linear_scan, x, x, dim=1, cu_seqlens=bounds)
+    outline = jax.ShapeDtypeStruct((3,), "int32")
+    for bounds in (jax.numpy.array([0, 3, 8]), outline):
+        options = {"cu_seqlens": bounds, "dim": np.int64(1)}
+        call = scan_registry.jax.hgrn, x, x, np.float32(0.3)
+        assert len(scan_registry.explain(*call, **options).steps) == 2
 
 
 def test_other_functions_are_refused_as_before() -> None:
