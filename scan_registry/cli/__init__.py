@@ -49,6 +49,11 @@ COMMANDS: Mapping[str, str] = {
     "cache": "what was compiled and tuned here: list, clear, export",
     "completion": "print a script with which bash, zsh or fish completes commands",
 }
+#: Packages that a command may lack, and what it does with them.
+_NEEDED: Mapping[str, str] = {
+    "rich": "prints with rich",
+    "torch": "needs torch, also where kernels are called from JAX",
+}
 #: Words in a command's place that stand for an option.
 _SPOKEN: Mapping[str, str] = {
     "help": "the help of the command whose name follows, or this one",
@@ -143,9 +148,10 @@ def _main(words: Sequence[str]) -> int:
     try:
         return command(args.command).run(args)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "rich":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _NEEDED:
             raise
-        complain(f"{PROGRAM}: error: this command prints with rich; `pip install rich`")
+        complain(f"{PROGRAM}: error: this command {_NEEDED[missing]}; `pip install {missing}`")
         return 2
     except Exception as error:
         if not isinstance(error, _caused_by_users()):

@@ -149,7 +149,13 @@ def examine(
     from scan_registry.runtime import jit
 
     findings: list[Finding] = []
-    stock, cpu = _stock(findings), _cpu()
+    stock, for_jax = _stock(findings), find_spec("torch") is None and _jax() is None
+    cpu = None if for_jax else _cpu()
+    if for_jax:
+        text = (
+            "not installed: functions of torch's tensors do not run, those of scan_registry.jax do"
+        )
+        findings.append(Finding("note", "torch", text))
     gpus, driver = _gpus(elsewhere, findings, "error" if strict or cpu else "note")
     if cpu and not gpus:
         findings.append(Finding("error", "the CPU", f"calls on it fail: {cpu[0]}", (cpu[1],)))
@@ -164,6 +170,7 @@ def examine(
         cache=_cache(jit_cache()),
         lowest=_lowest(findings),
         cpu=cpu[0] if cpu else None,
+        for_jax=for_jax,
     )
     findings += findings_of(here, [device for _, device in gpus])
     covered, requested = [], families() if chosen is None else chosen
@@ -301,7 +308,8 @@ def _torch_findings(driver: CudaVersion) -> Iterator[Finding]:
     built = f"install a torch that is built for CUDA {driver[0]}: {_TORCH_BUILDS} gives the command"
     consequence = "it cannot put tensors on these GPUs, and calls run on the CPU alone"
     if find_spec("torch") is None:
-        yield Finding("error", "torch", f"not installed: {consequence}", (built,))
+        if _jax() is not None:
+            yield Finding("error", "torch", f"not installed: {consequence}", (built,))
         return
     import torch
 
@@ -337,7 +345,8 @@ def _cpu() -> tuple[str, str] | None:
     """
     version, oldest = _torch(), ".".join(map(str, _OLDEST_TORCH))
     if find_spec("torch") is None:
-        return "torch is not installed", f"install torch: {_TORCH_BUILDS} gives the command"
+        missing = f"torch is not installed, and calls on JAX's arrays fail: {_jax()}"
+        return missing, f"install torch: {_TORCH_BUILDS} gives the command"
     release = re.match(r"(\d+)\.(\d+)", version or "")
     if release and (int(release[1]), int(release[2])) < _OLDEST_TORCH:
         return f"torch {version} is older than {oldest}", f"`pip install 'torch>={oldest}'`"
@@ -345,6 +354,19 @@ def _cpu() -> tuple[str, str] | None:
         import_module(f"{NAME}.ops._cpu")
     except ImportError as error:
         return f"this package's code for the CPU does not load: {error}", "reinstall scan-registry"
+    return None
+
+
+def _jax() -> str | None:
+    """Why calls on JAX's arrays fail, or None if nothing is known to keep them from working. Asked where torch is missing, as it imports
+    JAX."""
+    if _version_of("jax") is None:
+        return "JAX is not installed"
+    try:
+        import_module(f"{NAME}.jax.ffi")
+        import_module(f"{NAME}.ops._cpu")
+    except ImportError as error:
+        return f"{error}"
     return None
 
 

@@ -76,6 +76,8 @@ def _verdict(report: Report) -> str:
     if report.installation.cpu:
         return "No call runs."
     broken = any(finding.severity == "error" for finding in report.findings)
+    if report.installation.for_jax:
+        return f"CPU only: calls of scan_registry.jax run{', but see the errors' if broken else ''}. Others need torch."
     return f"CPU only: calls run this package's code for the CPU{', but see the errors' if broken else ''}."
 
 

@@ -120,7 +120,8 @@ class CacheState:
 
 @dataclass(frozen=True)
 class Installation:
-    """The facts, whatever the GPU. A version that is missing is None. ``cpu`` says why calls on the CPU fail, or None."""
+    """The facts, whatever the GPU. A version that is missing is None. ``cpu`` says why calls on the CPU fail, or None. ``for_jax``: torch
+    is missing, and calls on JAX's arrays alone run."""
 
     python: str
     version: str
@@ -132,6 +133,7 @@ class Installation:
     cache: CacheState
     lowest: Tier
     cpu: str | None = None
+    for_jax: bool = False
 
 
 @dataclass(frozen=True)

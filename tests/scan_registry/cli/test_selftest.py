@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -177,3 +178,16 @@ def test_on_a_gpu_a_kernel_gets_only_problems_that_launch_it(family: str) -> Non
                     assert min(kernel.launch(variant, case.problem, 132).grid) > 0, case.problem
                     posed += 1
     assert posed
+
+
+@pytest.mark.parametrize("words", [["selftest"], ["bench", "linear_scan"]])
+def test_without_torch_one_line_says_so(
+    words: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where JAX alone is installed."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(words) == 2
+    assert re.fullmatch(
+        r"scan-registry: error: this command needs torch, .*; `pip install torch`\n",
+        capsys.readouterr().err,
+    )

@@ -64,12 +64,42 @@ def test_a_machine_on_which_no_call_runs(
     no_driver(monkeypatch)
     monkeypatch.setattr(command, "find_spec", lambda _: object() if torch else None)
     monkeypatch.setattr(command, "_torch", lambda: torch)
+    monkeypatch.setattr(command, "_version_of", lambda _: None)
     report = document(capsys, status=1)
     assert report["cpu"]["missing"].startswith(missing)
     assert any(missing in error for error in errors(report))
     out = text(capsys, status=1)
     assert out.splitlines()[-1] == "No call runs."
     assert remedy in out
+
+
+def test_a_machine_with_jax_and_without_torch(
+    provide: Provide, capsys: Capture, monkeypatch: pytest.MonkeyPatch, a_device: Describe
+) -> None:
+    """Calls on JAX's arrays run, and the others are a note."""
+    pytest.importorskip("jax")
+    provide(archs=["sm90"])
+    no_driver(monkeypatch)
+    monkeypatch.setattr(command, "find_spec", lambda _: None)
+    monkeypatch.setattr(command, "_torch", lambda: None)
+    report = document(capsys)
+    assert report["cpu"] == {"works": True, "missing": None}
+    assert [finding["severity"] for finding in report["findings"]] == ["note", "note"]
+    assert "those of scan_registry.jax do" in report["findings"][0]["text"]
+    out = text(capsys)
+    assert out.splitlines()[-1] == "CPU only: calls of scan_registry.jax run. Others need torch."
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "version", lambda: (13, 0))
+        patch.setattr(command, "visible", lambda: (a_device(),))
+        assert [f["about"] for f in document(capsys)["findings"]] == ["torch"]
+    monkeypatch.setattr(command, "import_module", refuse_import)
+    report = document(capsys, status=1)
+    assert "calls on JAX's arrays fail: no such module" in report["cpu"]["missing"]
+    assert text(capsys, status=1).splitlines()[-1] == "No call runs."
+
+
+def refuse_import(name: str) -> Any:
+    raise ImportError("no such module")
 
 
 def test_a_container_that_does_not_see_the_driver(
@@ -133,6 +163,7 @@ def test_a_torch_that_cannot_use_the_gpus(
     monkeypatch.setattr(command, "visible", lambda: (a_device(), a_device((9, 0), name="B")))
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr(command, "find_spec", lambda _: object() if there else None)
+    monkeypatch.setattr(command, "_jax", lambda: "JAX is not installed")
     status = 1 if trouble else 0
     report = document(capsys, status=status)
     assert [gpu["ordinal"] for gpu in report["gpus"]] == [0, 1]
