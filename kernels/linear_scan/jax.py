@@ -238,7 +238,9 @@ class _LinearScan(Operator):
         wide, added = packing.enter(
             wide, tokens.astype(compute), initial, cu_seqlens, dim, options.reverse
         )
-        _, states = lax.associative_scan(_compose, (wide, added), reverse=options.reverse, axis=dim)
+        # A sequence begins with a gate of 0, which has to stop what is infinite in the one before it.
+        compose = _compose if cu_seqlens is None else packing.compose
+        _, states = lax.associative_scan(compose, (wide, added), reverse=options.reverse, axis=dim)
         results = [states.astype(tokens.dtype)]
         if options.final:
             results.append(packing.last(states, initial, cu_seqlens, dim, options.reverse))

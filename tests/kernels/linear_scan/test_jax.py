@@ -222,3 +222,21 @@ def test_nothing_to_scan() -> None:
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         linear_scan(**{"gates": jnp.ones(SHAPE), "tokens": jnp.ones(SHAPE), **change})
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_packed_sequence_knows_nothing_infinite_of_another(backend: Any, reverse: bool) -> None:
+    tokens = jnp.array([1.0, 1.0, jnp.inf, jnp.inf, 1.0, 1.0])
+    bounds = jnp.array([0, 2, 4, 6])
+
+    def scan(tokens: Any) -> Any:
+        gates = jnp.full(6, 0.5)
+        return linear_scan(gates, tokens, cu_seqlens=bounds, reverse=reverse, backend=backend)
+
+    states, pull = jax.vjp(scan, tokens)
+    own = [1.5, 1.0] if reverse else [1.0, 1.5]
+    assert states.tolist() == [*own, jnp.inf, jnp.inf, *own]
+    (gradient,) = pull(tokens)
+    other = [1.0, 1.5] if reverse else [1.5, 1.0]
+    assert gradient.tolist() == [*other, jnp.inf, jnp.inf, *other]
