@@ -138,7 +138,8 @@ def _constants(variant: model.Variant) -> dict[str, model.Static]:
 
 def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
-    if two warps share them. In float32 they always do, as its gates take long and more warps hide that."""
+    if two warps share them, or, where rows start anywhere as those of vision models do, for up to 8. In float32 two warps
+    always share them, as its gates take long and more warps hide that."""
     named = dict(kind)
     large = (8, 8, 16, 8, 1)
     if model.ITEM_SIZE[str(named["dtype"])] > 2:
@@ -152,21 +153,22 @@ def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
             large,
         ]
     else:
-        tiles = [(4, 1, 16, 4, 3), large]
+        tiles = [(2, 1, 16, 4, 3), (4, 1, 16, 4, 3), large]
     names = ("states", "split", "times", "warps", "ctas")
     return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
 
 
 def _serves(statics: model.Pins, target: Target) -> bool:
     """Few registers, for one CTA more on an SM, are enough for the code of sm_90 alone: forwards in 16 bits, and backwards
-    of 16 states. Backwards of up to 8 states are for sm_90 alone, too: archives of others have no room for them."""
+    of 16 states. Tiles for up to 8 states are for sm_90 alone, too: archives of others have no room for them."""
     named = dict(statics)
     of_sm90 = target.capability == (9, 0) and not target.is_ptx
     if (named.get("states"), named.get("split")) == (2, 2) and named["dtype"] != "float32":
         return (named.get("ctas") == 4) == of_sm90
     if (named.get("states"), named.get("blocks")) == (4, 1):
         return (named.get("ctas") == 3) == of_sm90
-    return of_sm90 or "blocks" not in named or named["states"] != 2
+    small = named.get("states") == 2 and (named.get("split") == 1 or "blocks" in named)
+    return of_sm90 or not small
 
 
 def _forward_shared(variant: model.Variant) -> int:
