@@ -149,6 +149,16 @@ def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
     return ((("rows", rows), ("chunks", 1), ("warps", _WARPS), ("ctas", ctas)),)
 
 
+def _may_spill() -> frozenset[model.Variant]:
+    """Tied rows of float32: 16 bytes a thread on sm_120."""
+    return frozenset(
+        model.Variant(FAMILY_NAME, "tokens", "cuda", (*kind, *tile))
+        for kind in _kinds_of_tokens()
+        if {"float32", "tied"} <= {*dict(kind).values()}
+        for tile in _tiles_of_tokens(kind)
+    )
+
+
 def _parameters(sizes: tuple[str, ...]) -> tuple[model.Parameter, ...]:
     return (
         *(model.Parameter(name, "pointer") for name in _POINTERS),
@@ -177,7 +187,12 @@ _TOKENS = model.Kernel(
     language="cuda",
     parameters=_parameters((*_SIZES, *_OF_SEQUENCES, *_OF_LAUNCH, *STRIDES)),
     defaults=model.Space(tuple(_kinds_of_tokens()), _tiles_of_tokens),
-    code=model.Code(source="tokens.cu", entry=f"{FAMILY_NAME}_tokens", constants=_constants),
+    code=model.Code(
+        source="tokens.cu",
+        entry=f"{FAMILY_NAME}_tokens",
+        constants=_constants,
+        may_spill=_may_spill(),
+    ),
     rules=model.Rules(_accepts_tokens),
     cost=_cost_of_access,
     launch=_launch,
