@@ -1,12 +1,12 @@
 // One step, or a few, of each sequence, with the last inputs in a state that is changed in place.
 //
 // `state` has `slots` rows of `length` inputs of each channel. A sequence reads the row of its own number, or what `indices`
-// says, and writes that row, or what `destinations` says. Where it reads none, y is zero and nothing else happens. Sequences
+// says, and writes that row, or what `destinations` says, if that is not negative. Where it reads none, y is zero and nothing else happens. Sequences
 // are the batches of x; or, with `cu_seqlens`, they are packed along x's time.
 //
-// The last input is at the end of its row, and inputs move up as steps come. With `positions`, rows are rings, and
+// The last input is at the end of its row, and inputs move towards the row's begin as steps come. With `positions`, rows are rings, and
 // positions[b] is the number of inputs so far. With `accepted`, a row has the width - 2 inputs before the last call's steps
-// and then those steps, of which the first accepted[b] count; further ones were drafts that nobody took.
+// and then those steps, of which the first accepted[b] count, at least one; further ones were drafts that nobody took.
 //
 // Traffic: the state twice, an element of x and of y for each step. A CTA has channels of one sequence, and a thread has one of
 // them. For a filter of four taps and rows of four inputs that lie together, as of Mamba's states, a thread reads and writes a

@@ -12,7 +12,8 @@
 // scans the maps of its slots, and publishes the map of the tile. Then it looks back: it reads the maps of the tiles before, in
 // two or three trips to the L2, and composes them to the state that enters the tile.
 //
-// A look-back does not read every map. GROUP consecutive tiles of a column are a group, GROUP groups are a group of level 2, and
+// A look-back does not read every map. A column is some channels of one batch, over all of time. GROUP consecutive tiles of a column are
+// a group, GROUP groups are a group of level 2, and
 // so on. The last tile of a group publishes the map of the whole group. So a look-back reads fewer than GROUP maps on each
 // level: the tiles since the last whole group, the groups since the last whole group of level 2, and so on. The order of
 // operations is fixed, so results are the same in every run. CTAs draw tiles from a counter, those of the earliest time steps
@@ -99,7 +100,7 @@ struct Staged {
     __device__ Staged(int input, const Position& at)
         : slot(input * (STEPS * ROW) + at.slot * at.across * CELL), lane(at.lane) {}
     __device__ int lead(int k) const { return PER_WORD > 1 ? int(first + k * apart) & 1 : 0; }
-    // So many of the rows of a slot.
+    // The slot's first `rows` rows.
     __device__ void copy_in(Rows from, const Position& at, int rows) {
         char* const to = dynamic_rows() + (slot + lane * CELL);
         if constexpr (PER_WORD > 1) {
@@ -165,7 +166,7 @@ struct Prefix {
         __shared__ Stored<> shared[THREADS];
         maps = shared;
     }
-    // `own` composes the thread's rows.
+    // `map` composes the thread's rows.
     __device__ void scan(Affine map) {
         const int number = int(threadIdx.x), last = (at.slots - 1) * at.across;
 #pragma unroll 1
@@ -237,7 +238,7 @@ __device__ inline State enter_rows(const Affine& own, const Position& at, void* 
     return at.slot > 0 ? prefix.slots(x) : x;
 }
 
-// Sums over time for which gates_grad has room for each state, where channels have one gate (problem.py).
+// Steps of a sum over time. Where channels have one gate, gates_grad has time / SUM_STEPS + 1 sums for each state (problem.py).
 enum : int { SUM_STEPS = 64 };
 // The sum over the tile's rows goes to the first of the pieces that are the tile's own, which lie `apart`. The others hold zeros.
 __device__ inline void add_up(State sum, const Position& at, i64 time, State* sums, i64 apart) {

@@ -1,5 +1,5 @@
-// Stochastic rounding of states: up or down at random, as often up as the number lies far from the lower one, so that what is
-// written is right in the mean.
+// Stochastic rounding of states: away from zero with a probability of the distance to the neighbour nearer to zero, as a part of the
+// gap between both neighbours, so that what is written is right in the mean.
 //
 // Random bits depend on a seed, a slot, a row and a state's number, and on nothing else: not on the kernel, the launch or the
 // order of threads. reference.py has the same functions.
@@ -20,7 +20,7 @@ __device__ inline unsigned random_key(i64 seed, i64 slot, unsigned row) {
 // 32 random bits for two states of the row, of which the first has the lower half and an even number.
 __device__ inline unsigned random_word(unsigned key, int pair) { return scrambled(key + unsigned(pair) * 0x9e3779b9u); }
 
-// The number of type E to which x is rounded, as a float; `random` are 16 bits. Every float is one of type float32.
+// The number of type E to which x is rounded, as a float; `random` are 16 bits. For float32, x itself.
 template <class E>
 __device__ inline float rounded_at_random(float x, unsigned) {
     return x;
@@ -30,7 +30,7 @@ __device__ inline float rounded_at_random<bfloat16>(float x, unsigned random) {
     const float rounded = __uint_as_float((__float_as_uint(x) + random) & 0xffff0000u);
     return x == x ? rounded : x;
 }
-// Numbers below the smallest normal one lie as close as that one and its neighbours: added to it, they are rounded like these.
+// Subnormal numbers are as far apart as those of the lowest normal binade, into which adding 2^-14 moves them.
 template <>
 __device__ inline float rounded_at_random<float16>(float x, unsigned random) {
     const unsigned sign = __float_as_uint(x) & 0x80000000u;

@@ -15,7 +15,7 @@ using Storage = Element::Storage;
 using Input = INPUTS;
 
 enum : int { THREADS = 32 * WARPS, VECTOR = ALIGNED ? 16 / int(sizeof(Storage)) : 1 };
-// Of all tensors but the state: those of an ALIGNED kernel have fewer than 2^31 elements.
+// The type of offsets in tensors but the state: tensors of an ALIGNED kernel have fewer than 2^31 elements.
 template <bool SMALL>
 struct OffsetOf {
     using Type = i64;
@@ -98,7 +98,7 @@ __device__ inline void write_states(Storage* to, float (&states)[VECTOR], const 
     }
 }
 
-// The tensors but A, each with its strides: of a slot's rows, of a row, of a group's projection, of a row that all batches
+// The tensors but A and the output, each with its strides: of a slot's rows, of a row, of a group's projection, of a row that all batches
 // share, and of a batch's slots.
 struct StateTensor {
     Storage* data;
@@ -135,8 +135,8 @@ struct Arguments {
     void* out;
     i64 out_batch, out_head, out_channel;
     i64 batches, heads, channels, states, group_rows, pad_slot, lane_bits, formats, flags;
-    i64 steps;  // of the kernel of one token
-    const void *cu_seqlens, *num_accepted;  // and the next ones, of the kernel of several tokens
+    i64 steps;  // batches of a thread
+    const void *cu_seqlens, *num_accepted;  // of the kernel of several tokens, like the next ones
     i64 tokens, columns;
 };
 

@@ -7,9 +7,9 @@
 //     a_grad_t = Σ_{i≥t>j} L_ij·dt_j·X_ij·(C_i·B_j) + Σ_{i≥t} exp(s_i)·dy_i·S·C_i + Σ_{j<t} dt_j·w_j·x_j·G·B_j + exp(s_63)·S·G
 //     dt_grad_t = f_t·(x_t·u_t + A·a_grad_t), with f_t the derivative of the step size by the raw dt
 //     A_grad = Σ_t dt_t·a_grad_t          D_grad = Σ_t X_tt          bias_grad = Σ_t dt_grad_t
-// where dt is the step size and a_grad the gradient of dt·A.
+// where dt is the step size and a_grad the gradient of dt·A. D_grad is of one number a head.
 //
-// Traffic of a step and head: SIZE elements of x, dy and x_grad each, once for each block of STATES states, and x_grad once more
+// Traffic of a step and head tile: SIZE elements of x, dy and x_grad each, once for each block of STATES states, and x_grad once more
 // for each block but one; and SIZE · state_size / 32 of S and G.
 //
 // With three STAGES warpgroups have work of their own; with fewer all warps do the same.

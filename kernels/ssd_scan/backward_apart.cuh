@@ -1,5 +1,5 @@
-// A backward pass whose warpgroups each have gradients of their own, for GPUs whose warpgroups multiply together (sm_90a). For each
-// head tile and block of STATES states:
+// A backward pass whose warpgroups each have gradients of their own, for GPUs whose warpgroups multiply together (sm_90a). Names are as
+// in backward.cu. For each head tile and block of STATES states:
 //
 //     inputs (warpgroup 0)                        C (warpgroup 1)                  B (warpgroup 2)
 //         X = x·dyᵀ               (j, i)              dy·S            (i, state)       x·G             (j, state)
@@ -8,11 +8,11 @@
 //         u += (L·C·Bᵀ)ᵀ·dy                           S·G                              finish the head tile before
 //         x_grad = dt·u + D·dy
 //
-// An operand that a warpgroup has as sums is already laid out as a left operand, so L·C·Bᵀ never leaves registers, and what a lane has of
-// B and C for products with sums serves all heads. Of x·u only x·G·B and X·L·C·Bᵀ are computed, which other terms need anyway.
+// An operand that a warpgroup has as sums is already laid out as a left operand, so L·C·Bᵀ never leaves registers. Of x·u only x·G·B and X·L·C·Bᵀ are computed, which other terms need anyway.
 //
-// Shared memory has B and C, and x, dy, S and G of STAGES head tiles. The tensor memory accelerator copies the latter and x_grad, by maps
-// that the CTA makes in the workspace. Warpgroup 2 starts copies two head tiles ahead, when all are DONE with the one before.
+// Shared memory has B and C, x, dy, S and G of STAGES head tiles, and x_grad of two. The tensor memory accelerator copies all but B and C,
+// by maps that the CTA makes in the workspace. Warpgroup 2 starts copies two head tiles ahead, when all are DONE with the head tile before
+// the current one.
 #pragma once
 #include "../common/barrier.cuh"
 #include "backward_chunk.cuh"
@@ -248,8 +248,8 @@ struct Backward : BackwardChunk {
             terms.scored[own] = at_diagonal[0] * own_scores[0], terms.scored[own + 8] = at_diagonal[1] * own_scores[1];
         }
     }
-    // Whether a lane's even or odd columns of a block of 8 × 8 on the diagonal are its row; and those two elements of 64 × 64, added to
-    // zeros: other blocks count too, as zeros, so that the compiler does not index registers.
+    // Whether the lane's even or odd column is its row, in a block of 8 × 8 on the diagonal. `add_diagonal` adds the lane's two such
+    // elements of block b of 16 columns if the block is on the diagonal, else 0 times others, so that registers are not indexed.
     __device__ bool on_diagonal(int odd) const { return lane_column() + odd == lane_row(); }
     __device__ void add_diagonal(float (&to)[2], const float (&products)[CHUNK / 8][4], int b, int row) const {
 #pragma unroll
@@ -455,7 +455,7 @@ struct Backward : BackwardChunk {
         if (threadIdx.x % GROUP == 0)
             for (int i = 0; i < MAPS; i++) acquire_tensor_map(maps + i * TENSOR_MAP);
     }
-    // By one thread of warpgroup 2.
+    // By warpgroup 2, of which one thread copies.
     __device__ void copy_tiles(int i, int turn) const {
         if (threadIdx.x % GROUP || i >= tiles) return;
         const Head of = head(i);
@@ -471,7 +471,7 @@ struct Backward : BackwardChunk {
                          of.first, barrier);
     }
     __device__ void wait_for_tiles() const { wait_for_bytes(copied + turn % STAGES * 8, turn / STAGES % 2); }
-    // By one thread of warpgroup 0, like the following.
+    // By warpgroup 0, of which one thread copies.
     __device__ void load_x_grad(const Head& of, int turn) const {
         if (threadIdx.x % GROUP) return;
         wait_for_stores_read();

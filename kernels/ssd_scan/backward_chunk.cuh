@@ -20,7 +20,7 @@ struct Arguments {
     float *dt_grad, *head_grads;
     void *B_grad, *C_grad;  // of float or, if there is one split, Storage
     Sizes sizes;
-    i64 splits;
+    i64 splits;  // CTAs that share the heads of a group
     char* workspace;
 };
 
@@ -62,7 +62,7 @@ struct BackwardChunk {
     // Where the CTA's first head begins in the states.
     const i64 first_state_at = ((batch * sizes.slots + slot) * sizes.heads + first_head) * sizes.head_size * sizes.state_size;
 
-    // The block of states that is worked on: its first one. The last block comes first.
+    // The first state of the block that is worked on. Head tiles take the last block first.
     const int last_block = (int(sizes.state_size) - 1) / STATES * STATES;
     int first_state = 0;
     __device__ int states_left() const { return int(sizes.state_size) - first_state; }
@@ -108,8 +108,8 @@ struct BackwardChunk {
         store_float2(slopes + at, slope[0], slope[1]);
     }
 
-    // dt_grad, and the chunk's terms of the gradients of A, D and dt_bias, by one warp. FIRST: of the block of states that comes first, with which come
-    // the terms that do not depend on states.
+    // dt_grad, and the chunk's terms of the gradients of A, D and dt_bias, by one warp. `first`: of the block of
+    // states that comes first, with which come the terms that do not depend on states.
     __device__ void store_terms(const Head& of, const LaneTerms& terms, float A, bool first) const {
         ExactSum later[2], before[2];
         float dt[2];
