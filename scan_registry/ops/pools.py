@@ -23,7 +23,7 @@ from scan_registry.ops.checks import (
     refuse_mapped,
     refuse_shared_elements,
 )
-from scan_registry.ops.values import check_rows
+from scan_registry.ops.values import are_checked, check_bounds, check_rows
 
 __all__ = ["StateRows", "refuse_checkpoints", "scan_rows", "stand_in", "step_rows", "timed"]
 
@@ -51,13 +51,13 @@ class StateRows(NamedTuple):
         checkpoint_batch_indices: (sequences, checkpoints), with ``checkpoint_interval``: the row for the state after
             (j + 1)·k steps, or below zero for none. States after more steps than a sequence has are not written.
 
-    With checkpoints, the scan runs in parts, one call for each k steps. Slices of batches are not copied. Packed sequences are
+    With checkpoints, the scan runs in parts, one call for each checkpoint, and one for the rest. Slices of batches are not copied. Packed sequences are
     gathered for each part, which copies all inputs and outputs once; and the bounds are read on the CPU, for which it waits, so
     that no CUDA graph can record the call. A sequence that starts from a checkpoint gives the outputs of the one that
     wrote it up to rounding.
 
-    Row numbers that are out of range, or that would be written twice, are errors on the CPU, and under
-    ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a number that is too large stands for no row, and a row that is
+    Row numbers that are out of range, or that would be written twice, by final states, checkpoints or one of each, are errors on
+    the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a number that is too large stands for no row, and a row that is
     written twice holds parts of both states.
     """
 
@@ -162,21 +162,24 @@ def scan_rows(
     batch; None for no batch. ``others`` are the operator's tensors that do not change with time.
     """
     if not timed:
-        raise TypeError(f"{operator} takes tensors with a time dimension")
+        passed = ", ".join(map(_in_words, others)) or "nothing"
+        raise TypeError(f"{operator} takes tensors with a time dimension; passed is {passed}")
     first, dim = next(iter(timed.values()))
-    tensors = *(tensor for tensor, _ in timed.values()), *others
-    for name, (tensor, _) in timed.items():
+    named = {_public(name): tensor for name, (tensor, _) in timed.items()}
+    for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
     if first.dim() < 2:
-        raise ValueError(f"{next(iter(timed))} has shape {tuple(first.shape)}; it has no batch")
+        raise ValueError(
+            f"{next(iter(named))} has shape {tuple(first.shape)}; it needs batch and time"
+        )
     sequences = first.shape[0]
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor):
             raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
         check_cu_seqlens(cu_seqlens, first.shape[dim])
         sequences = cu_seqlens.shape[0] - 1
-    _check(operator, rows, sequences, tensors)
+    _check(operator, rows, sequences, named, others)
     packed = cu_seqlens is not None
     states = rows.read()
     states = _packed(states, sequences_dim) if packed else states
@@ -198,7 +201,7 @@ def step_rows(
     """The states that ``step`` makes of those of the sequences, which are in the pool then."""
     refuse_checkpoints(rows, **{"single steps": True})
     indices = rows.state_batch_indices
-    _check(operator, rows, indices.shape[0] if isinstance(indices, Tensor) else 0, tensors)
+    _check(operator, rows, indices.shape[0] if isinstance(indices, Tensor) else 0, {}, tensors)
     states = step(rows.read())
     rows.write(states, rows.destinations())
     return states
@@ -233,7 +236,8 @@ def _by_slices(
 
 
 class _Rounds(NamedTuple):
-    """A scan of packed sequences in rounds: in each one the next ``checkpoint_interval`` steps of every sequence."""
+    """A scan of packed sequences in rounds: one for each checkpoint, of the next ``checkpoint_interval`` steps of every sequence,
+    and one for the rest."""
 
     rows: StateRows
     scan: Scan
@@ -248,7 +252,10 @@ class _Rounds(NamedTuple):
                 "with checkpoints, bounds of packed sequences are read on the CPU, which a CUDA graph cannot record; "
                 "scan batches, or leave the call out of the graph"
             )
-        bounds, step = cu_seqlens.tolist(), self.rows.checkpoint_interval
+        on_cpu, step = cu_seqlens.cpu(), self.rows.checkpoint_interval
+        first, dim = next(iter(self.timed.values()))
+        check_bounds(on_cpu, first.shape[dim])
+        bounds = on_cpu.tolist()
         assert step is not None
         result: Tensor | None = None
         for number in range(columns.shape[1] + 1):
@@ -291,8 +298,15 @@ class _Rounds(NamedTuple):
 # --- Checks -----------------------------------------------------------------------------------
 
 
-def _check(operator: str, rows: StateRows, sequences: int, tensors: tuple[Any, ...]) -> None:
-    """Refuse what is no pool, or no numbers of its rows, and calls that need derivatives."""
+def _check(
+    operator: str,
+    rows: StateRows,
+    sequences: int,
+    named: Mapping[str, Any],
+    others: tuple[Any, ...],
+) -> None:
+    """Refuse what is no pool, or no numbers of its rows, and calls that need derivatives of the pool, of ``named`` tensors or of
+    ``others``."""
     pool = rows.pool
     if not isinstance(pool, Tensor):
         raise TypeError(f"pool must be a torch.Tensor, not {type(pool).__name__}")
@@ -309,18 +323,57 @@ def _check(operator: str, rows: StateRows, sequences: int, tensors: tuple[Any, .
     if not torch.compiler.is_compiling():
         refuse_shared_elements("pool", pool)
         refuse_inference("pool", pool)
-        refuse_mapped(operator, "pool", pool, *(t for t in tensors if isinstance(t, Tensor)))
-    unique = written is None
-    pad = rows.pad_slot_id
-    check_rows("state_batch_indices", rows.state_batch_indices, pool, pad, unique=unique)
-    check_rows("dst_state_batch_indices", written, pool, pad)
-    every = [t for t in (pool, *tensors) if isinstance(t, Tensor)]
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in every)
-    if wanted or (not torch.compiler.is_compiling() and has_tangents(*every)):
-        raise RuntimeError(
-            f"{operator} has no derivative with rows of a pool, and a tensor requires one; call it under torch.no_grad() "
-            "or torch.inference_mode(), or pass a tensor as initial_state"
-        )
+        every = (*named.values(), *others)
+        refuse_mapped(operator, "pool", pool, *(t for t in every if isinstance(t, Tensor)))
+    _check_rows_written(rows)
+    _refuse_derivatives(operator, {"pool": pool, **named}, others)
+
+
+def _public(name: str) -> str:
+    """What an error calls a tensor; those of operators that take any number of inputs go by their places."""
+    return f"input {name}" if name.isdecimal() else name
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return type(value).__name__
+
+
+def _refuse_derivatives(operator: str, named: Mapping[str, Any], others: tuple[Any, ...]) -> None:
+    tensors = [
+        *named.items(),
+        *((_in_words(tensor), tensor) for tensor in others if isinstance(tensor, Tensor)),
+    ]
+    for name, tensor in tensors:
+        wanted = torch.is_grad_enabled() and tensor.requires_grad
+        if wanted or (not torch.compiler.is_compiling() and has_tangents(tensor)):
+            raise RuntimeError(
+                f"{operator} has no derivative with rows of a pool, and {name} requires one; call it under torch.no_grad() "
+                "or torch.inference_mode(), or pass a tensor as initial_state"
+            )
+
+
+def _check_rows_written(rows: StateRows) -> None:
+    """Refuse row numbers that are out of range, and rows to which two states would be written."""
+    pool, pad = rows.pool, rows.pad_slot_id
+    read, written = rows.state_batch_indices, rows.dst_state_batch_indices
+    columns = rows.checkpoint_batch_indices
+    check_rows("state_batch_indices", read, pool, pad, unique=written is None, pool="the pool")
+    check_rows("dst_state_batch_indices", written, pool, pad, pool="the pool")
+    if columns is None:
+        return
+    check_rows("checkpoint_batch_indices", columns.flatten(), pool, pad, pool="the pool")
+    final = rows.destinations()
+    if not are_checked(final) or not are_checked(columns):
+        return
+    finals = {*final.tolist()}
+    for row in columns.flatten().tolist():
+        if row >= 0 and row != pad and row in finals:
+            name = "state_batch_indices" if written is None else "dst_state_batch_indices"
+            raise ValueError(
+                f"checkpoint_batch_indices has the number {row}, and {name}, too; a final state would replace the checkpoint"
+            )
 
 
 def _check_checkpoints(rows: StateRows, sequences: int) -> None:
@@ -335,7 +388,6 @@ def _check_checkpoints(rows: StateRows, sequences: int) -> None:
     if as_index("checkpoint_interval", step) < 1:
         raise ValueError(f"checkpoint_interval is {step}; it must be 1 at least")
     _check_indices("checkpoint_batch_indices", columns, rows.pool, (sequences, None))
-    check_rows("checkpoint_batch_indices", columns.flatten(), rows.pool, rows.pad_slot_id)
 
 
 def _check_indices(name: str, indices: Any, pool: Tensor, shape: tuple[Any, ...]) -> None:
@@ -349,4 +401,6 @@ def _check_indices(name: str, indices: Any, pool: Tensor, shape: tuple[Any, ...]
         )
     if indices.dim() != len(shape) or indices.shape[0] != shape[0]:
         expected = f"({shape[0]},)" if len(shape) == 1 else f"({shape[0]}, checkpoints)"
-        raise ValueError(f"{name} has shape {tuple(indices.shape)}; it must be {expected} here")
+        raise ValueError(
+            f"{name} has shape {tuple(indices.shape)}; it must be {expected} for {shape[0]} sequences"
+        )

@@ -85,10 +85,17 @@ def as_int32(name: str, numbers: Tensor) -> Tensor:
 
 
 def check_rows(
-    name: str, rows: Any, state: Any, pad_slot: int = -1, *, unique: bool = True
+    name: str,
+    rows: Any,
+    state: Any,
+    pad_slot: int = -1,
+    *,
+    unique: bool = True,
+    pool: str = "the state",
 ) -> None:
     """Refuse row indices that are out of range or, if they have to be ``unique``, occur twice. A negative index stands for no
-    row, and so does ``pad_slot``. Arguments of the wrong type or shape are left to other checks."""
+    row, and so does ``pad_slot``. ``pool`` is what the error calls the state. Arguments of the wrong type or shape are left to
+    other checks."""
     if not isinstance(rows, Tensor) or not isinstance(state, Tensor) or not state.dim():
         return
     if rows.dtype not in _INTEGERS or rows.dim() != 1 or not are_checked(rows):
@@ -100,7 +107,7 @@ def check_rows(
     once, pad = ", each once" * unique, f" and {pad_slot}" * (pad_slot >= 0)
     accepted = f"accepted are 0 to {count - 1}{once}, and numbers below zero{pad} for no row"
     if (most := max(chosen)) >= count:
-        raise ValueError(f"{name} has the number {most}, and the state {count} rows; {accepted}")
+        raise ValueError(f"{name} has the number {most}, and {pool} {count} rows; {accepted}")
     if unique and len({*chosen}) < len(chosen):
         twice = next(row for row in chosen if chosen.count(row) > 1)
         raise ValueError(f"{name} has the number {twice} more than once; {accepted}")

@@ -50,8 +50,8 @@ _PUBLIC = {
     "num_accepted": "num_accepted_tokens",
     "seed": "rand_seed",
 }
-_NAMES = tuple(_PUBLIC.get(name, name) for name in Arguments._fields)
-_OPTIONAL = _NAMES[6:]
+NAMES = tuple(_PUBLIC.get(name, name) for name in Arguments._fields)
+_OPTIONAL = NAMES[6:]
 _INTEGERS = (*_PUBLIC.values(), "cu_seqlens")
 
 
@@ -72,7 +72,7 @@ def check(tensors: tuple[Any, ...], softplus: Any, pad_slot_id: Any, backend: An
     check_backend(backend)
     present = {
         name: tensor
-        for name, tensor in zip(_NAMES, tensors, strict=True)
+        for name, tensor in zip(NAMES, tensors, strict=True)
         if not (tensor is None and name in _OPTIONAL)
     }
     _check_tensors(present)

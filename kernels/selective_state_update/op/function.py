@@ -11,13 +11,17 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_state_update.op import plans
 from scan_registry.kernels.selective_state_update.op.arguments import (
     BACKENDS,
+    NAMES,
     Arguments,
     check,
     check_backend,
 )
 from scan_registry.kernels.selective_state_update.op.flops import FORMULAS
 from scan_registry.kernels.selective_state_update.op.plans import KernelCall
-from scan_registry.kernels.selective_state_update.op.slots import check_slots
+from scan_registry.kernels.selective_state_update.op.slots import (
+    check_slots,
+    without_pad_slot,
+)
 from scan_registry.ops import flops
 from scan_registry.ops.call import has_tangents, unobserved, unwatched
 from scan_registry.ops.checks import as_bool, as_index, refuse_inference, refuse_mapped
@@ -26,7 +30,7 @@ from scan_registry.ops.registration import register
 __all__ = ["BACKENDS", "describe", "selective_state_update"]
 
 _is_compiling = torch.compiler.is_compiling
-# What torch compiles is not to see the fast path; what it traces otherwise is told there.
+# Dynamo cannot trace the fast path, so torch.compile skips it; under other tracers ``plans.fast_step`` returns None.
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _COUNT = len(Arguments._fields)
 
@@ -60,8 +64,8 @@ def selective_state_update(
         y     = Σ_n C·state + D·x
         out   = y, or y·silu(z)
 
-    That is one launch, which a CUDA graph can record; all slots, bounds and numbers may change between replays. The states of
-    several tokens are rounded only where they are written. It is computed in float32, and tensors are read with whatever
+    A call is one launch, which a CUDA graph can record; all slots, bounds and numbers may change between replays. The states of
+    several tokens are rounded only where they are written. Steps are computed in float32, and tensors are read with whatever
     strides and dtypes they have: nothing is converted or copied first, and ``A``, ``dt``, ``dt_bias`` and ``D`` may be
     expanded, as those of Mamba-2 are along channels and states.
 
@@ -91,26 +95,29 @@ def selective_state_update(
             column t is the slot of the states after token t. No slot, as above: these states are not written. With these
             indices several sequences may start from one slot, such as that of a common prefix. No sequence may write to a slot
             that another one starts from.
-        pad_slot_id: an index that stands for no slot, beside all those below zero.
+        pad_slot_id: an index that stands for no slot, beside all those below zero, in the indices that are passed. Without
+            ``state_batch_indices`` each sequence starts from the slot of its own number, whatever ``pad_slot_id`` is;
+            torch then copies ``dst_state_batch_indices`` first, if ``pad_slot_id`` is not negative.
         cu_seqlens: (batch + 1,), int32 or int64, contiguous. Sequence b has the tokens from ``cu_seqlens[b]`` to
             ``cu_seqlens[b + 1]``, and takes a step for each; ``x``, ``dt``, ``B``, ``C``, ``z`` and the output have one row for
             each token, in place of one for each sequence. A sequence of no tokens changes no state. Rows of the output that belong to
-            no sequence are not written.
+            no sequence are undefined.
         num_accepted_tokens: (batch,), int32 or int64, contiguous: how many tokens of the last call are accepted, with
             ``state_batch_indices`` of shape (batch, tokens). A sequence starts from the slot in column
             ``num_accepted_tokens - 1``, or in the first column where the number is 0; unless ``dst_state_batch_indices`` says
             otherwise, the states after token t are then written to the slot in column t.
         rand_seed: one int64, in a tensor on the device of the state, for a state of bfloat16 or float16: new states are
-            rounded up or down at random, so that they are right in the mean and small changes do not get lost. What is added
-            depends on the seed, the slot and the place in the slot alone, so pass another seed in every call. None rounds
+            rounded up or down at random, so that they are right in the mean and small changes do not get lost. The random
+            bits depend on the seed, the slot and the place in the slot alone, so pass another seed in every call. None rounds
             to nearest.
         backend: ``"auto"`` takes the best that this GPU has; ``"cuda"`` a kernel; ``"reference"`` is plain torch.
+            ``"triton"`` is accepted, but has no kernel.
 
     Slots that are out of range, two states that are written to one slot, one that is written to a slot from which another
-    sequence starts, bounds that fall or leave ``x``, and more accepted
-    tokens than columns are errors on the CPU, and under ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a slot that is
-    too large acts as no slot, bounds are cut off at the ends of ``x``, numbers of tokens at the number of columns, and a slot
-    of which two sequences know holds parts of both. Nothing outside of the pools is read or written.
+    sequence starts, bounds that fall or leave ``x``, and more accepted tokens than columns are errors on the CPU, and under
+    ``SCAN_REGISTRY_DEBUG=1`` on a GPU. Otherwise on a GPU, a slot that is too large acts as no slot, bounds are cut off at the
+    ends of ``x``, numbers of tokens at the number of columns, and a slot to which two sequences write holds parts of both.
+    Nothing outside of the pools is read or written.
 
     Returns:
         The output, in the shape and the dtype of ``x``.
@@ -121,7 +128,7 @@ def selective_state_update(
             ``selective_scan`` has derivatives. Or ``torch.vmap`` maps over a tensor; or the state was made under
             ``torch.inference_mode()``, which is not in effect.
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
-        ValueError: a shape is not as described, or devices differ.
+        ValueError: a shape, value or backend is not as described, or devices differ.
         NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
             on this GPU; the message lists what there is.
         DriverError: the driver failed; the message names the kernel, its variant and the launch.
@@ -129,6 +136,9 @@ def selective_state_update(
     Warns:
         FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
     """
+    if state_batch_indices is None and (type(pad_slot_id) is not int or pad_slot_id >= 0):
+        own = without_pad_slot(dst_state_batch_indices, pad_slot_id)
+        dst_state_batch_indices, pad_slot_id = own
     tensors = (
         *(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
         *(dst_state, dst_state_batch_indices, rand_seed, cu_seqlens, num_accepted_tokens),
@@ -191,6 +201,9 @@ def describe(
     backend: Backend = "auto",
 ) -> dict[str, KernelCall]:
     """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
+    if state_batch_indices is None:
+        own = without_pad_slot(dst_state_batch_indices, pad_slot_id)
+        dst_state_batch_indices, pad_slot_id = own
     tensors = (
         *(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
         *(dst_state, dst_state_batch_indices, rand_seed, cu_seqlens, num_accepted_tokens),
@@ -214,11 +227,12 @@ def _are_dense(tensors: tuple[Any, ...]) -> bool:
 def _refuse_derivatives(tensors: tuple[Tensor | None, ...]) -> None:
     if not torch.is_grad_enabled():
         return
-    if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            "selective_state_update has no derivative, and a tensor requires one; call it under torch.no_grad(), "
-            "or train with selective_scan"
-        )
+    for name, tensor in zip(NAMES, tensors, strict=True):
+        if tensor is not None and tensor.requires_grad:
+            raise RuntimeError(
+                f"selective_state_update has no derivative, and {name} requires one; call it under torch.no_grad(), "
+                "or train with selective_scan"
+            )
 
 
 # --- Registration -----------------------------------------------------------------------------
@@ -233,8 +247,12 @@ def _step_fake(*args: Any) -> Tensor:
 
 
 def _step_autograd(*args: Any) -> Any:
-    if has_tangents(*args[: Arguments._fields.index("indices")]):
-        raise RuntimeError("selective_state_update has no derivative, and a tensor has a tangent")
+    differentiable = Arguments._fields.index("indices")
+    for name, tensor in zip(NAMES[:differentiable], args, strict=False):
+        if has_tangents(tensor):
+            raise RuntimeError(
+                f"selective_state_update has no derivative, and {name} has a tangent"
+            )
     _refuse_derivatives(args[:_COUNT])
     with torch._C._AutoDispatchBelowAutograd():
         out = _op(*args)

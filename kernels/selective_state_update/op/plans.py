@@ -119,7 +119,7 @@ def make_kernel_call(
         ),
         wide_indices=_is_wide(arguments.indices),
         dst_slots=None if arguments.dst_state is None else arguments.dst_state.shape[0],
-        pad_slot=-1 if arguments.indices is None and arguments.dst_indices is None else pad_slot,
+        pad_slot=pad_slot,
         served=pad_slot >= 0 or columns > 0 or any(t is not None for t in arguments[_SERVED:]),
         tokens=None if arguments.cu_seqlens is None else x.shape[0],
         columns=max(1, columns),

@@ -281,6 +281,28 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         "dst_state_batch_indices has the number 2 for sequence 0, and sequence 1 starts from that slot",
     ),
+    "targets that others start from by their numbers": (
+        {"state_batch_indices": None, "dst_state_batch_indices": torch.tensor([1, 4])}
+        | {"cu_seqlens": torch.tensor([0, 1, 2])},
+        ValueError,
+        "dst_state_batch_indices has the number 1 for sequence 0, and sequence 1 starts from that slot",
+    ),
+    "drafts that others read": (
+        {
+            "state_batch_indices": torch.tensor([[0, 1], [1, 2]]),
+            "num_accepted_tokens": torch.tensor([2, 1]),
+        },
+        ValueError,
+        "state_batch_indices has the number 1 for sequence 1, and sequence 0 starts from that slot",
+    ),
+    "targets out of range of another pool": (
+        {
+            "dst_state": torch.zeros(3, 4, 3, 8),
+            "dst_state_batch_indices": torch.tensor([1, 3]),
+        },
+        ValueError,
+        "dst_state_batch_indices has the number 3, and dst_state 3 rows",
+    ),
     "targets of others": (
         {"dst_state_batch_indices": torch.tensor([1, 2, 3])},
         ValueError,
@@ -389,6 +411,79 @@ def test_refuses(name: str) -> None:
     with pytest.raises(error, match=words):
         selective_state_update(state, **call)
     assert torch.equal(state, before)
+
+
+def test_refuses_to_write_to_a_view_of_what_others_read() -> None:
+    """A part of the state with the same first slot; not another pool."""
+    state, call = torch.randn(5, 4, 3, 8), token_inputs(2, (4, 3), 8)
+    before = state.clone()
+    slots = {
+        "state_batch_indices": torch.tensor([1, 2]),
+        "dst_state_batch_indices": torch.tensor([2, 3]),
+    }
+    with pytest.raises(ValueError, match="the number 2 for sequence 0, and sequence 1 starts"):
+        selective_state_update(state, **call, **slots, dst_state=state[:4])
+    assert torch.equal(state, before)
+    selective_state_update(state, **call, **slots, dst_state=state.clone())
+    assert torch.equal(state, before)
+
+
+def test_a_sequence_without_tokens_starts_from_no_slot() -> None:
+    """Nor does it write to any: its slots may be those of another one."""
+    state, call = torch.randn(5, 4, 3, 8), token_inputs(1, (4, 3), 8)
+    before, accepted = state.clone(), torch.tensor([2, 1])
+    call["cu_seqlens"] = torch.tensor([0, 0, 1])
+    slots = torch.tensor([[0, 1], [1, 2]])
+    selective_state_update(state, **call, state_batch_indices=slots, num_accepted_tokens=accepted)
+    assert (state != before).flatten(1).any(1).tolist() == [False, True, False, False, False]
+
+
+SERVED: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "bounds": {"cu_seqlens": torch.tensor([0, 1, 2, 3])},
+    "a seed": {"rand_seed": torch.tensor([3])},
+    "another pool": {"dst_state": torch.zeros(3, 4, 3, 8).bfloat16()},
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", SERVED)
+def test_a_pad_slot_counts_for_no_sequence_without_indices(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    call = token_inputs(3, (4, 3), 8) | {n: t.clone() for n, t in SERVED[name].items()}
+    call = {n: t.to(device) for n, t in call.items()}
+    state = torch.randn(3, 4, 3, 8).bfloat16().to(device)
+    written, outs = [], []
+    for pad in (-1, 0, 1):
+        own = {n: t.clone() for n, t in call.items()}
+        copy = state.clone()
+        outs.append(selective_state_update(copy, **own, pad_slot_id=pad))
+        written.append(own.get("dst_state", copy))
+    assert all((out != 0).flatten(1).any(1).all() for out in outs)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert all(torch.equal(pool, written[0]) for pool in written)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("numbers", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("pad", [0, 2, 2**40])
+def test_a_pad_slot_counts_for_targets_alone(pad: int, numbers: torch.dtype, device: str) -> None:
+    """Sequences 0 and 2 start from the slots of their own numbers; only what is written to ``pad_slot_id`` is dropped."""
+    torch.manual_seed(0)
+    call = {n: t.to(device) for n, t in token_inputs(3, (4, 3), 8).items()}
+    state, pool = (torch.randn(3, 4, 3, 8).to(device) for _ in "ab")
+    before, pool_before = state.clone(), pool.clone()
+    targets = torch.tensor([0, 9, 2, 9, 1, 9], dtype=numbers).to(device)[::2]
+    passed = targets.clone()
+    expected, all_written = selective_state_update(state.clone(), **call), pool.clone()
+    served = {"dst_state_batch_indices": targets}
+    selective_state_update(state, **call, **served, dst_state=all_written)
+    out = selective_state_update(state, **call, **served, dst_state=pool, pad_slot_id=pad)
+    torch.testing.assert_close(out, expected)
+    assert torch.equal(targets, passed)
+    assert torch.equal(state, before)
+    for slot in range(3):
+        assert torch.equal(pool[slot], (pool_before if slot == pad else all_written)[slot])
 
 
 def test_a_pad_slot_may_repeat() -> None:
