@@ -57,6 +57,9 @@ def steps() -> Tensor:
     """Operators of one step, in place of a state."""
     state = torch.zeros(2, 3)
     assert_type(scan_registry.linear_scan_step(state, torch.rand(3), torch.ones(2, 3)), Tensor)
+    rows = scan_registry.StateRows(torch.zeros(4, 3), torch.tensor([3, 0]))
+    stepped = scan_registry.linear_scan_step(rows, torch.rand(3), torch.ones(2, 3))
+    assert_type(stepped, Tensor)
     wide, x, B = torch.zeros(2, 3, 4), torch.randn(2, 3), torch.randn(2, 4)
     out = scan_registry.selective_state_update(
         wide, x, x, -torch.ones(3, 4), B, B, dt_softplus=True
