@@ -48,8 +48,13 @@ __device__ inline void acquire_tensor_map(const void* map) {
 __device__ inline void init_copy_barrier(unsigned barrier) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
-// Before other threads use barriers, and then a barrier of the CTA.
-__device__ inline void show_copy_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// COUNT barriers from `first` on, by one thread. A barrier of the CTA follows before other threads use them.
+template <int COUNT>
+__device__ inline void init_copy_barriers(unsigned first) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) init_copy_barrier(first + 8 * i);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 __device__ inline void expect_bytes(unsigned barrier, int bytes) {
     asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(barrier), "r"(bytes) : "memory");
 }

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
-from scan_registry.kernels.gated_scan.jax_operator import Options, compute_dtype, scan_of
+from scan_registry.jax.primitives import compute_dtype
+from scan_registry.kernels.gated_scan.jax_operator import Options, scan_of
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import DTYPES
 from scan_registry.kernels.linear_scan.jax import linear_scan, state_shape

@@ -23,7 +23,7 @@ from scan_registry.jax.ffi import (
     in_order,
     outline_of,
 )
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
 from scan_registry.kernels.gated_scan.jax_gates import GATES
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.op import calls
@@ -46,11 +46,6 @@ class Options(NamedTuple):
     final: bool
     backend: Backend
     lowest: Tier
-
-
-def compute_dtype(array: Any) -> str:
-    """What states are computed in."""
-    return "float64" if array.dtype == "float64" else "float32"
 
 
 class GatedScan(Operator):

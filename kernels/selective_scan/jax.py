@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
+from scan_registry.jax.primitives import compute_dtype
 from scan_registry.kernels.selective_scan.jax_operator import (
     Operands,
     Options,
-    compute_dtype,
     ordered,
     scan,
 )

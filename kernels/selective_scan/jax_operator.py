@@ -24,7 +24,7 @@ from scan_registry.jax.ffi import (
     gpu,
     outline_of,
 )
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
 from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.problem import (
     DTYPES,
@@ -64,10 +64,6 @@ class Operands(NamedTuple):
     delta_bias: Any
     initial_state: Any
     cu_seqlens: Any
-
-
-def compute_dtype(array: Any) -> str:
-    return "float64" if array.dtype == "float64" else "float32"
 
 
 def ordered(values: Sequence[int], dim: int) -> tuple[int, int, int]:

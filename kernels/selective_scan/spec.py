@@ -138,8 +138,8 @@ def _constants(variant: model.Variant) -> dict[str, model.Static]:
 
 def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
-    if two warps share them, or, where rows start anywhere as those of vision models do, for up to 8. In float32 two warps
-    always share them, as its gates take long and more warps hide that."""
+    if two warps share them, or, of misaligned rows as vision models have them, for up to 8. In float32 two warps always share
+    them, as its gates take long and more warps hide that."""
     named = dict(kind)
     large = (8, 8, 16, 8, 1)
     if model.ITEM_SIZE[str(named["dtype"])] > 2:
@@ -189,8 +189,8 @@ def _forward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem
 
 
 def _backward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
-    """For up to 16 states, which are one block, and for any number; and in 16 bits, where rows start anywhere as those of
-    vision models do, for up to 8."""
+    """For up to 16 states, which are one block, and for any number; and in 16 bits, of misaligned rows as vision models
+    have them, for up to 8."""
     tiles = [
         (4, problems.WARPS_OF_ONE, 1, 3),
         (4, problems.WARPS_OF_ONE, 1, 2),

@@ -200,11 +200,7 @@ struct Forward {
             make(2, args.C.at(batch, range.begin, group()), state_size, 1, args.C.head, args.C.time);
             make(3, out_rows(sizes, args.out, batch, range.begin, head) + first_number, numbers, HEADS, sizes.head_size,
                  sizes.heads * sizes.head_size);
-            if (threadIdx.x == 0) {
-#pragma unroll
-                for (int i = 0; i < STAGES + 2; i++) init_copy_barrier(copied + 8 * i);
-                show_copy_barriers();
-            }
+            if (threadIdx.x == 0) init_copy_barriers<STAGES + 2>(copied);
             show_tensor_cores();  // maps went through memory of tiles
         }
         __syncthreads();

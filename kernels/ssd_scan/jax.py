@@ -8,7 +8,8 @@ from typing import Any
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
-from scan_registry.kernels.ssd_scan.jax_operator import Operands, Options, compute_dtype, scan
+from scan_registry.jax.primitives import compute_dtype
+from scan_registry.kernels.ssd_scan.jax_operator import Operands, Options, scan
 from scan_registry.kernels.ssd_scan.problem import DTYPES
 
 ACCEPTED = (*DTYPES, "float64")

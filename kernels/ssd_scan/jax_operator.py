@@ -14,7 +14,7 @@ from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import packing
 from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, gpu, in_order, outline_of
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
 from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.problem import (
     CHUNK,
@@ -53,11 +53,6 @@ class Operands(NamedTuple):
     z: Any
     dt_bias: Any
     initial_state: Any
-
-
-def compute_dtype(array: Any) -> str:
-    """What states are computed in."""
-    return "float64" if array.dtype == "float64" else "float32"
 
 
 class _SSDScan(Operator):

@@ -124,9 +124,7 @@ struct States {
             };
             make(0, first_x, numbers, args.x.time), make(1, first_B, columns, args.B.time);
             if (lane == 0) {
-#pragma unroll
-                for (int i = 0; i < STAGES; i++) init_copy_barrier(copied + 8 * i);
-                show_copy_barriers();
+                init_copy_barriers<STAGES>(copied);
                 for (int i = 0; i < MAPS; i++) acquire_tensor_map(maps + i * TENSOR_MAP);
             }
             show_tensor_cores();  // maps went through memory of tiles

@@ -34,6 +34,11 @@ _undefined: Any = ad.is_undefined_primal
 FULL, BROADCAST, FOLD, SHARED = "full", "broadcast", "fold", "shared"
 
 
+def compute_dtype(array: Any) -> str:
+    """What kernels and operators compute states in, of arrays of the dtype of ``array``."""
+    return "float64" if array.dtype == "float64" else "float32"
+
+
 class Derivative(NamedTuple):
     """Of a tangent or an adjoint: the operator's own options, the outlines of what it returns, and of an adjoint the places
     of the operands whose gradients are wanted."""

@@ -81,7 +81,7 @@ struct Block {
     std::vector<int> left;   // threads of each warp that are done
     std::vector<int> ready;  // threads that can go on, other than the running one
     int running = 0, living = 0;
-    int slow = -1;  // a warp whose threads go on when hardly any other can, as odd seeds have one
+    int slow = -1;  // with an odd seed, a warp whose threads run almost only when no other can
     long turns = 0;
 
     Block(const Launch& launch, unsigned number)
