@@ -54,17 +54,23 @@ def _is_traced(tensor: Tensor) -> bool:
     )
 
 
-def check_bounds(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
-    """``ValueError`` unless the bounds rise from 0 to ``time``; with ``whole=False`` they may cover a part of that range."""
+def check_bounds(
+    cu_seqlens: Tensor, time: int, whole: bool = True, *, anywhere: bool = False
+) -> None:
+    """``ValueError`` unless the bounds rise from 0 to ``time``; with ``whole=False`` they may end earlier, and with ``anywhere``
+    also begin later."""
     if not are_checked(cu_seqlens):
         return
     rises = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
     first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    right = (first, last) == (0, time) if whole else first >= 0 and last <= time
-    if not rises or not right:
+    begins = first >= 0 if anywhere else first == 0
+    ends = last == time if whole else last <= time
+    if not (rises and begins and ends):
         how = _fall(cu_seqlens) if not rises else f"runs from {first} to {last}"
-        to = f"from 0 to the {time} steps of the time dimension"
-        raise ValueError(f"cu_seqlens {how}; it must rise {'' if whole else 'in the range '}{to}")
+        start, most = "in the range " if anywhere else "", "" if whole or anywhere else "at most "
+        raise ValueError(
+            f"cu_seqlens {how}; it must rise {start}from 0 to {most}the {time} steps of the time dimension"
+        )
 
 
 def _fall(bounds: Tensor) -> str:

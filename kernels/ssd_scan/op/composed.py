@@ -131,7 +131,9 @@ def _slots(cu_seqlens: Tensor, time: int, steps: int) -> Slots:
     sequences = cu_seqlens.shape[0] - 1
     number = torch.arange(sequences + 1, device=cu_seqlens.device)
     count = time // steps + sequences
-    bounds = cu_seqlens.long()
+    # Values are not read where cu_seqlens is on a GPU, and an index out of range would end the process there.
+    bounds = functional.pad(cu_seqlens[1:-1].long().clamp(0, time).cummax(0).values, (1, 1))
+    bounds = torch.where(number == sequences, time, bounds)
     chunks = torch.div(bounds, steps, rounding_mode="floor")
     first = chunks + number
     first = torch.cat([first[:-1], first.new_full((1,), count)])

@@ -158,7 +158,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,)"
         )
-    check_bounds(cu_seqlens, x.shape[0], whole=False)
+    check_bounds(cu_seqlens, x.shape[0], whole=False, anywhere=True)
     begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     steps = ends.unsqueeze(1) + torch.arange(-state_len, 0, device=x.device)
     inside = (steps >= begins.unsqueeze(1)).unsqueeze(-1)

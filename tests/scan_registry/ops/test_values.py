@@ -92,6 +92,14 @@ def gated(operator: Any) -> Callable[..., Any]:
     )  # fmt: skip
 
 
+def drafted(*, cu_seqlens: Any, **more: Any) -> Tensor:
+    """The step of several inputs a sequence, with a slot for each sequence."""
+    slots = torch.arange(len(cu_seqlens) - 1, device=more["x"].device)
+    return scan_registry.causal_conv1d_update(
+        **more, cu_seqlens=cu_seqlens, conv_state_indices=slots
+    )
+
+
 def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """All, with good arguments."""
     shared = torch.rand(D, 4)
@@ -107,6 +115,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "causal_conv1d seq_idx": (here.causal_conv1d, batch),
         "causal_conv1d_update": (here.causal_conv1d_update, update),
         "causal_conv1d_update cache_seqlens": (here.causal_conv1d_update, ring),
+        "causal_conv1d_update cu_seqlens": (drafted, update | {"x": torch.rand(T, D)}),
         "gated_scan": (gated(here.gated_scan), hgrn),
         "hgrn": (here.hgrn, hgrn),
         "linear_scan": (here.linear_scan, two),
