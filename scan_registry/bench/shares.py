@@ -3,12 +3,11 @@ least."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scan_registry.bench.targets import fastest
+from scan_registry.bench.targets import fastest, geometric_mean
 from scan_registry.ops.benchmark import Timing
 
 NAMED = 10  # of the worst
@@ -45,7 +44,7 @@ class Shares:
 
     @property
     def geometric_mean(self) -> float:
-        return math.exp(sum(math.log(share.ratio) for share in self.shares) / len(self.shares))
+        return geometric_mean([share.ratio for share in self.shares])
 
     @property
     def tenth_percentile(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            **({"use": self.target.use} if self.target.use else {}),
             "case": self.target.case.to_json(),
             "direction": self.timing.direction,
             "who": self.timing.who,
@@ -35,6 +37,31 @@ class Outcome:
             "ratio": self.ratio,
             "met": self.met,
         }
+
+
+@dataclass(frozen=True)
+class Use:
+    """What the cases of one use reach in one pass: how many there are, and the geometric mean and the least of their ratios."""
+
+    name: str
+    direction: str
+    cases: int
+    mean: float
+    least: float
+
+
+def geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def uses(outcomes: Iterable[Outcome]) -> list[Use]:
+    """Of those targets that have a use."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for outcome in outcomes:
+        if outcome.target.use:
+            key = outcome.target.use, outcome.timing.direction
+            ratios.setdefault(key, []).append(outcome.ratio)
+    return [Use(*key, len(r), geometric_mean(r), min(r)) for key, r in ratios.items()]
 
 
 def fastest(timings: Iterable[Timing]) -> dict[tuple[Any, str], Timing]:

@@ -33,6 +33,7 @@ _ROOFLINE = (
 )
 _LISTED = 10  # that were not timed for the same reason, each with a line of its own
 _TARGETS = "--targets times the project's own cases, each with the least fraction of the roofline that it is to reach."
+_USES = " --uses times shapes that people use in the same way, and sums up each use."
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,13 +54,14 @@ def _add_operator(
 ) -> argparse.ArgumentParser:
     benchmark = operator.benchmark
     targets, usual = benchmark.targets, benchmark.backends[0]
-    missed = "1 where --targets was not met; " if targets else ""
+    missed = "1 where a target was not met; " if targets else ""
     parser = commands.add_parser(
         name,
         help=f"time {benchmark.subject} instead",
         description=benchmark.description
         + (f" {_ROOFLINE}" if benchmark.streams else "")
         + (_TARGETS if targets else "")
+        + (_USES if benchmark.uses else "")
         + (bench_random.DESCRIPTION if benchmark.draws else ""),
         epilog=f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
         f"nothing can be timed. The JSON document is described by scan_registry/kernels/{operator.name}/op/bench.json.",
@@ -95,6 +97,12 @@ def _add_operator(
             action="store_true",
             help="time the cases with targets, and say which are met",
         )
+        if benchmark.uses:
+            parser.add_argument(
+                "--uses",
+                action="store_true",
+                help="time shapes that people use, and sum up each use",
+            )
         parser.add_argument(
             "--only",
             action="append",
@@ -111,7 +119,7 @@ def _add_operator(
         help="begin no case after so long; what is left out is listed",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
-    parser.set_defaults(operator=operator.name, targets=False, random=None)
+    parser.set_defaults(operator=operator.name, targets=False, uses=False, random=None)
     return parser
 
 
@@ -124,11 +132,7 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args.device)
     _check_backends(operator, args.backend, device.type)
     _check_budget(args.budget)
-    if not args.targets and getattr(args, "only", None):
-        raise UsageError("--only needs --targets, whose cases it chooses among")
-    if args.targets and device.type == "cpu":
-        raise UsageError("--targets are for GPUs; accepted with it is --device cuda:N, of one here")
-    targets = _targets(operator, args.only) if args.targets else []
+    targets = _targets(operator, args, device)
     drawn = bench_random.draw(operator.benchmark, args)
     cases = [target.case for target in targets] or drawn or _cases(operator, args, device.type)
     bench = _bench(operator, args, device)
@@ -202,7 +206,7 @@ def _time(bench: Bench, cases: Sequence[Case], args: argparse.Namespace) -> bool
     started = time.monotonic()
     done, interrupted, drawn = 0, False, args.random is not None
     passed_over: tuple[type[Exception], ...] = ()
-    if args.targets or drawn:
+    if args.targets or args.uses or drawn:
         passed_over = (torch.OutOfMemoryError, NoKernelError)
     if drawn:
         passed_over += (ValueError,)  # for which there is no room
@@ -251,7 +255,7 @@ def _bench(operator: Operator, args: argparse.Namespace, device: Device) -> Benc
 
     from scan_registry.bench.measure import QUICK, Bench
 
-    own = args.targets or args.random is not None
+    own = args.targets or args.uses or args.random is not None
     try:
         return Bench.on(
             operator.benchmark,
@@ -293,7 +297,22 @@ def show_targets(bench: Bench, targets: Sequence[PerformanceTarget]) -> None:
     _show(console, table, bench)
     met = sum(outcome.met for outcome in outcomes)
     console.print(f"{met} of {len(targets) * len(bench.passes)} targets met, {len(outcomes)} timed")
+    _show_uses(console, outcomes)
     _show_skipped(console, bench)
+
+
+def _show_uses(console: Console, outcomes: Sequence[Outcome]) -> None:
+    """Print what share of the roofline each use reaches, if the cases have any."""
+    from scan_registry.bench.targets import uses
+
+    table = new_table("use", "pass", "cases>", "geometric mean>", "least>")
+    rows = uses(outcomes)
+    for use in rows:
+        table.add_row(
+            use.name, use.direction, str(use.cases), f"{use.mean:.3f}", f"{use.least:.3f}"
+        )
+    if rows:
+        show(console, table, "of the roofline, by use")
 
 
 def _show(console: Console, table: Any, bench: Bench) -> None:
@@ -325,8 +344,24 @@ def show_table(bench: Bench) -> None:
     _show_skipped(console, bench)
 
 
-def _targets(operator: Operator, only: Sequence[str]) -> list[PerformanceTarget]:
-    every = operator.benchmark.targets
+def _targets(
+    operator: Operator, args: argparse.Namespace, device: Device
+) -> list[PerformanceTarget]:
+    """Those that are asked for; none without ``--targets`` and ``--uses``."""
+    only = getattr(args, "only", None) or []
+    chosen_by = "--uses" if args.uses else "--targets"
+    if not (args.targets or args.uses):
+        if only:
+            raise UsageError("--only needs --targets, whose cases it chooses among")
+        return []
+    if args.targets and args.uses:
+        raise UsageError("--targets and --uses are two lists of cases; accepted is one of them")
+    if device.type == "cpu":
+        raise UsageError(
+            f"{chosen_by} are for GPUs; accepted with it is --device cuda:N, of one here"
+        )
+    benchmark = operator.benchmark
+    every = benchmark.uses if args.uses else benchmark.targets
     chosen = [target for target in every if all(text in str(target.case) for text in only)]
     if not chosen:
         raise UsageError(

@@ -46,8 +46,9 @@ def draw(benchmark: Benchmark, args: argparse.Namespace) -> list[Any]:
         return []
     if not 1 <= args.random <= _MOST:
         raise UsageError(f"--random is {args.random}; accepted are numbers from 1 to {_MOST}")
-    if args.targets or args.case:
-        other = "--targets" if args.targets else "--case"
+    if other := next(
+        (f"--{name}" for name in ("targets", "uses", "case") if getattr(args, name)), None
+    ):
         raise UsageError(f"--random draws the cases; accepted without {other}")
     if args.seed is None:
         import secrets  # --help needs none of it

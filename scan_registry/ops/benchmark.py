@@ -170,10 +170,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class PerformanceTarget:
-    """In each pass, the roofline's time over the kernel's has to be at least ``ratio``."""
+    """In each pass, the roofline's time over the kernel's has to be at least ``ratio``. ``use`` is what people use such cases
+    for, where that is why they are timed."""
 
     case: Any
     ratio: float
+    use: str = ""
 
 
 class Results(Protocol):
@@ -200,6 +202,7 @@ class Benchmark(Protocol):
     measures     heads of what ``measured`` says of a timing
     backends     of this package, if none is asked for: on a GPU and on the CPU
     targets      cases, the quickest first, with the share of the roofline that they are to reach
+    uses         more of them, of shapes that people use, those of each use together
     draws        whether it draws random cases
     streams      whether the memory bounds its kernels: then times stand beside the roofline's, and a picture has
                  lines over the length of sequences; else it has bars for each case
@@ -217,6 +220,7 @@ class Benchmark(Protocol):
     passes: tuple[str, ...] = PASSES
     backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda", "triton"), ("auto",))
     targets: tuple[PerformanceTarget, ...] = ()
+    uses: tuple[PerformanceTarget, ...] = ()
     draws: bool = False
     streams: bool = True
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.op.baselines import Baseline, installed
+from scan_registry.kernels.linear_scan.op.uses import USES
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.ops.benchmark import (
     Benchmark,
@@ -194,6 +195,14 @@ def _targets() -> Iterator[PerformanceTarget]:
 TARGETS = tuple(sorted(_targets(), key=lambda target: target.case.tensor_bytes()))
 
 
+#: By use. A case of these kernels moves its bytes in at least this share of the time.
+USED = tuple(
+    PerformanceTarget(Case.parse(text), 0.55, use)
+    for use, texts in USES.items()
+    for text in texts.split()
+)
+
+
 # --- The benchmark ----------------------------------------------------------------------------
 
 
@@ -213,7 +222,7 @@ class ScanBenchmark(Benchmark):
     )
     columns = ("layout", "B, C, T~", "dtype")
     sizes = "--seqlens"
-    targets = TARGETS
+    targets, uses = TARGETS, USED
     draws = True
     options = (
         Option(

@@ -14,11 +14,12 @@ from benching import CPU, SMALL, Capture, document, refusal, schema
 
 from scan_registry.bench import measure, roofline
 from scan_registry.bench.measure import Bench
+from scan_registry.bench.targets import Use, outcomes, uses
 from scan_registry.cli import bench as command
 from scan_registry.cli import main
 from scan_registry.kernels.linear_scan.op.baselines import Baseline
 from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, TARGETS, Case, ScanBenchmark
-from scan_registry.ops.benchmark import PerformanceTarget
+from scan_registry.ops.benchmark import PerformanceTarget, Timing
 from scan_registry.ops.operator import PASSES
 
 
@@ -74,6 +75,12 @@ def test_targets_are_of_cases_that_can_be_named() -> None:
         assert 0.8 <= target.ratio <= 0.95
 
 
+def test_uses_are_many_shapes() -> None:
+    cases = [target.case for target in BENCHMARK.uses]
+    assert len({*cases}) == len(cases) >= 40
+    assert len({target.use for target in BENCHMARK.uses}) > 5
+
+
 def on_cpu(monkeypatch: pytest.MonkeyPatch, *few: PerformanceTarget) -> None:
     """Few targets, on a CPU that says it is a GPU; it has a roofline of its own."""
     monkeypatch.setattr(ScanBenchmark, "targets", few)
@@ -102,6 +109,37 @@ def test_targets_are_met_or_missed(capsys: Capture, monkeypatch: pytest.MonkeyPa
     for item, entry in zip(report["targets"], ours, strict=True):
         assert item["case"] == entry["case"]
         assert item["ratio"] == entry["roofline_ms"] / entry["ms"]
+
+
+def test_shapes_of_a_use_are_summed_up(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch, PerformanceTarget(SMALL, 1e-9))
+    cases = SMALL, replace(SMALL, time=32), replace(SMALL, time=64)
+    shapes = tuple(
+        PerformanceTarget(case, 1e-9, use)
+        for case, use in zip(cases, ("noise", "noise", "one"), strict=True)
+    )
+    monkeypatch.setattr(ScanBenchmark, "uses", shapes)
+    assert main(["bench", "--uses", "--fwd_only", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(schema()).validate(report)
+    assert [item["use"] for item in report["targets"]] == ["noise", "noise", "one"]
+    assert main(["bench", "--uses", "--fwd_only"]) == 0
+    rows = capsys.readouterr().out.partition("by use")[2]
+    assert ["noise", "forward", "2"] in [line.split()[:3] for line in rows.splitlines()]
+    assert main(["bench", "--uses", "--targets"]) == 2
+
+
+def test_uses_have_the_geometric_mean_and_the_least_of_their_shapes() -> None:
+    targets = [PerformanceTarget(replace(SMALL, time=n), 0.5, "noise") for n in (8, 16)]
+    timings = [
+        Timing(target.case, way, "scan-registry cuda", ms, 0.0, 1.0)
+        for target, ms in zip(targets, (1.0, 4.0), strict=True)
+        for way in PASSES
+    ]
+    plain = PerformanceTarget(SMALL, 0.5)
+    assert uses(outcomes([*targets, plain], timings)) == [
+        Use("noise", way, 2, 0.5, 0.25) for way in PASSES
+    ]
 
 
 def test_what_is_not_timed_is_no_target_met(
