@@ -187,6 +187,7 @@ import jax.numpy as jnp
 import kernels
 import numpy as np
 
+jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than running
 kernel = kernels.get_local_kernel(repository)
 packages = [kernel]
 if beside:
