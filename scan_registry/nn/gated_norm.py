@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from scan_registry.nn.exports import Exports
 from scan_registry.ops.checks import as_bool
@@ -56,11 +56,14 @@ def gated_norm(
     y, gate = x.to(dtype), None if z is None else silu(z.to(dtype))
     if gate is not None and not norm_before_gate:
         y = y * gate
-    groups = y.unflatten(-1, (features // size, size))
-    if centered:
-        groups = groups - groups.mean(-1, keepdim=True)
-    scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
-    y = torch.mul((groups * scale).flatten(-2), weight.to(dtype))
+    wide = weight.to(dtype)
+    if size == features and not centered:  # one group: torch's norm multiplies by the weight, too
+        y = rms_norm(y, (size,), wide, eps)
+    else:
+        groups = y.unflatten(-1, (features // size, size))
+        if centered:
+            groups = groups - groups.mean(-1, keepdim=True)
+        y = rms_norm(groups, (size,), None, eps).flatten(-2) * wide
     if bias is not None:
         y = y + bias.to(dtype)
     if gate is not None and norm_before_gate:

@@ -199,7 +199,7 @@ class Mamba(GeneratingBlock):
             hidden_states, hidden_states.shape[0], inference_params, states
         )
         if before is None:
-            y, _ = convolve_and_scan(self._projected(hidden_states), weights, backend=self.backend)
+            y, _ = convolve_and_scan(*self._projected(hidden_states), weights, backend=self.backend)
             return self._output(y.transpose(1, 2))
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self._step(weights, hidden_states, *before)
@@ -236,9 +236,13 @@ class Mamba(GeneratingBlock):
             *(*conv, self.dt_rank, self.x_proj, *steps, -torch.exp(wide(A_log)), D),
         )
 
-    def _projected(self, hidden_states: Tensor) -> Tensor:
-        """(batch, 2·channels, L), whose channels lie without gaps."""
-        return self.in_proj(hidden_states).transpose(1, 2)  # type: ignore[no-any-return]
+    def _projected(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The convolution's input and the gate, (batch, channels, L), whose channels lie without gaps.
+
+        They are parted before they are transposed: so their gradients are joined without a transposed copy.
+        """
+        x, z = self.in_proj(hidden_states).chunk(2, -1)
+        return x.transpose(1, 2), z.transpose(1, 2)
 
     def _output(self, y: Tensor) -> Tensor:
         return self.out_proj(y)  # type: ignore[no-any-return]
@@ -246,23 +250,23 @@ class Mamba(GeneratingBlock):
     def _continued(
         self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
     ) -> Tensor:
-        xz = self._projected(hidden_states)
+        x, z = self._projected(hidden_states)
         # Copies: what the backward pass needs must not change when the states do.
         before = States(conv_state[..., 1:].clone(), ssm_state.clone())
         y, after = convolve_and_scan(
-            xz, weights, before=before, return_state=True, backend=self.backend
+            x, z, weights, before=before, return_state=True, backend=self.backend
         )
         assert after is not None
         with torch.no_grad():
             # One input more than the convolution looks back, as mamba_ssm keeps it.
-            remember(conv_state, xz[:, : self.d_inner])
+            remember(conv_state, x)
             ssm_state.copy_(after)
         return self._output(y.transpose(1, 2))
 
     def _step(
         self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
     ) -> Tensor:
-        x, z = self._projected(hidden_states).squeeze(-1).chunk(2, dim=-1)
+        x, z = self.in_proj(hidden_states).squeeze(1).chunk(2, -1)
         u = convolve_step(x, conv_state, weights.conv, weights.conv_bias, backend=self.backend)
         steps, B, C = projected(u, weights, 2).split([self.dt_rank, self.d_state, self.d_state], -1)
         y = selective_state_update(

@@ -46,11 +46,12 @@ class Sizes(NamedTuple):
         """All that the first projection returns."""
         return 2 * self.linear + self.features + self.channels + self.heads
 
-    def split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """The five parts of the first projection's output, views of it."""
-        sizes = self.linear, self.linear, self.features, self.channels, self.heads
-        parts: tuple[Tensor, ...] = projected.split(sizes, -1)
-        return parts
+    def split(self, projected: Tensor) -> tuple[Any, Any, Tensor, Tensor, Tensor]:
+        """The five parts of the first projection's output, views of it; None for the first two without a gated linear path."""
+        sizes = self.features, self.channels, self.heads
+        if not self.linear:
+            return None, None, *projected.split(sizes, -1)
+        return tuple(projected.split((self.linear, self.linear, *sizes), -1))
 
     def inputs(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scan's input (…, heads, head_size) and B and C (…, groups, states), views of the convolution's output."""
@@ -110,10 +111,12 @@ def convolve_and_scan(
     x, B, C = sizes.inputs(u.transpose(1, 2))
     if initial_state is not None and cu_seqlens is not None:
         initial_state = initial_state.unsqueeze(0)
+    # Cast here, as the scan would by its slower path.
+    D, bias = [None if t is None else wide(t) for t in (weights.D, weights.dt_bias)]
     result: Any = ssd_scan(
-        *(x, dt, weights.A, B, C, weights.D),
+        *(x, dt, weights.A, B, C, D),
         z.unflatten(-1, (sizes.heads, sizes.head_size)) if norm is None else None,
-        *(weights.dt_bias, True, weights.dt_limit, initial_state),
+        *(bias, True, weights.dt_limit, initial_state),
         seq_idx=seq_idx if cu_seqlens is None else None,
         cu_seqlens=cu_seqlens,
         return_final_state=return_state,
@@ -166,7 +169,7 @@ def _per_feature(x: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     return x if x is None or x.dim() == 2 else x.unsqueeze(-1).expand(shape)
 
 
-def _joined(gate: Tensor, inputs: Tensor, y: Tensor, z: Tensor, norm: Norm | None) -> Tensor:
+def _joined(gate: Tensor | None, inputs: Any, y: Tensor, z: Tensor, norm: Norm | None) -> Tensor:
     if norm is not None:
         y = norm(y, z)
-    return torch.cat([silu(gate) * inputs, y], -1) if gate.shape[-1] else y
+    return y if gate is None else torch.cat([silu(gate) * inputs, y], -1)

@@ -12,6 +12,7 @@ from torch.nn.functional import linear, silu
 
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d, causal_conv1d_update
 from scan_registry.kernels.selective_scan.op.function import selective_scan
+from scan_registry.nn.mamba_states import wide
 
 #: A matrix, or a function that maps the last dimension.
 Map = Tensor | Callable[[Tensor], Tensor]
@@ -61,7 +62,8 @@ class States(NamedTuple):
 
 
 def convolve_and_scan(
-    xz: Tensor,
+    x: Tensor,
+    z: Tensor,
     weights: Weights,
     norms: Norms = NO_NORMS,
     *,
@@ -70,17 +72,15 @@ def convolve_and_scan(
     return_state: bool = False,
     backend: Any = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated output (batch, D, L) of ``xz`` (batch, 2·D, L), and if asked for the scan's state after it.
+    """The output (batch, D, L) of ``x``, gated by ``z``, both (batch, D, L), and if asked for the scan's state after it.
 
-    ``before`` are the states before the first step, zeros if None. Where channels of ``xz`` lie without gaps, as
+    ``before`` are the states before the first step, zeros if None. Where channels of ``x`` lie without gaps, as
     behind a linear layer, so do those of everything that is made of them; else time does.
     """
-    x, z = xz.chunk(2, dim=1)
     earlier = None if before is None else before.conv
     u = convolve(x, weights.conv, weights.conv_bias, earlier, backend=backend)
-    rank, rows = weights.rank, _rows(weights)
-    projections = projected(u.transpose(1, 2), weights, (weights.B is None) + (weights.C is None))
-    steps = projections[..., :rank]
+    taken = (weights.B is None) + (weights.C is None)
+    steps, of_B, of_C = _parts(projected(u.transpose(1, 2), weights, taken), weights)
     if isinstance(weights.dt_proj, Tensor) and u.stride(1) != 1:
         delta = torch.matmul(weights.dt_proj, steps.transpose(1, 2))
     else:
@@ -89,15 +89,17 @@ def convolve_and_scan(
         delta = rms_norm(delta, norms.dt, norms.eps)
     B, C = weights.B, weights.C
     if B is None:
-        B = _over_time(projections[..., rank : rank + rows], weights.B_bias, weights.A)
+        B = _over_time(of_B, weights.B_bias, weights.A)
     if C is None:
-        C = _over_time(projections[..., -rows:], weights.C_bias, weights.A)
+        C = _over_time(of_C, weights.C_bias, weights.A)
     if norms.B is not None:
         B = rms_norm(B, norms.B, norms.eps)
     if norms.C is not None:
         C = rms_norm(C, norms.C, norms.eps)
+    # Cast here, as the scan would by its slower path.
+    D, bias = [None if t is None else wide(t) for t in (weights.D, weights.dt_bias)]
     out: Any = selective_scan(
-        *(u, delta, weights.A, B, C, weights.D, z, weights.dt_bias, delta_softplus),
+        *(u, delta, weights.A, B, C, D, z, bias, delta_softplus),
         None if before is None else before.scan,
         return_final_state=return_state,
         backend=backend,
@@ -108,6 +110,16 @@ def convolve_and_scan(
 def _rows(weights: Weights) -> int:
     """How many outputs of ``x_proj`` are B, or C, of one step."""
     return weights.A.shape[1] * (1 + weights.A.is_complex())
+
+
+def _parts(projections: Tensor, weights: Weights) -> tuple[Tensor, Tensor, Tensor]:
+    """The step sizes, and what B and C are made of; nothing for one that does not come from ``x_proj``. Of one split the backward
+    pass is one launch; of three slices it is eight."""
+    rank, rows = weights.rank, _rows(weights)
+    of_B = rows if weights.B is None else 0
+    steps, B, C = projections.split([rank, of_B, projections.shape[-1] - rank - of_B], -1)
+    unused = C.shape[-1] - (rows if weights.C is None else 0)
+    return steps, B, C[..., unused:] if unused else C
 
 
 def projected(u: Tensor, weights: Weights, taken: int) -> Tensor:

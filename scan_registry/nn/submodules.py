@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -33,5 +33,7 @@ def weights_of(module: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of a linear layer or a convolution; None where it has to be called."""
     if not is_plain(module, nn.Linear.forward, nn.Conv1d.forward):
         return None
-    linear: Any = module
+    own, linear = module._parameters, cast("nn.Linear", module)
+    if "weight" in own and "bias" in own:  # at once, as steps ask for them, too
+        return cast("tuple[Tensor, Tensor | None]", (own["weight"], own["bias"]))
     return linear.weight, linear.bias

@@ -35,7 +35,7 @@ from scan_registry.kernels.causal_conv1d.problem import (
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.kernels.model import Problem, Variant
-from scan_registry.ops.launching import Run, plan_cache
+from scan_registry.ops.launching import Run, allocator, plan_cache
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
@@ -178,6 +178,18 @@ def _copied(tensors: Mapping[str, Tensor], call: KernelCall) -> dict[str, Tensor
     }
 
 
+def _written_like(x: Tensor, call: KernelCall) -> tuple[Callable[[], Any], bool]:
+    """A function that makes what a kernel writes in the shape of x, and whether that lies as a new tensor like x does."""
+    assert isinstance(call.problem, ConvProblem)
+    strides = tuple(vars(call.problem.strides[-1]).values())
+    return allocator(x.device, x.shape, x.dtype, strides), strides == _new_strides(x)
+
+
+def _gaps(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the weight or the bias has to be copied for the kernels, which read them without gaps."""
+    return not (weight.is_contiguous() and (bias is None or bias.is_contiguous()))
+
+
 # --- Forward ----------------------------------------------------------------------------------
 
 
@@ -240,17 +252,19 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
         decision = runner
         return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
     run, shape, packed = runner[0], arguments.state_shape, arguments.cu_seqlens is not None
+    new_y, alike = _written_like(arguments.x, call)
+    gaps = _gaps(arguments.weight, arguments.bias)
 
     def plan(*tensors: Any) -> Any:
         x, weight, bias, state, seq_idx, cu_seqlens = tensors
         inputs = _copied({"x": x}, call) if call.copied else {"x": x}
-        y = torch.empty_like(inputs["x"])
+        y = new_y()
         final_state = _new_state(shape, x, packed, state) if options.final else None
         run(
             {
                 **inputs,
-                "weight": weight.contiguous(),
-                "bias": bias if bias is None else bias.contiguous(),
+                "weight": weight.contiguous() if gaps else weight,
+                "bias": bias.contiguous() if gaps and bias is not None else bias,
                 "initial_state": state,
                 "seq_idx": seq_idx,
                 "cu_seqlens": cu_seqlens,
@@ -258,7 +272,7 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
                 "final_state": final_state,
             }
         )
-        return _like(x, y), final_state
+        return y if alike else _like(x, y), final_state
 
     return plan
 
@@ -276,6 +290,23 @@ def backward(
     """The gradients that are wanted, in the dtypes of what they are of."""
     tensors = *arguments, y_grad, final_grad
     return plan_cache.run(plan_backward, tensors, options, wanted)  # type: ignore[no-any-return]
+
+
+def _reduction(arguments: Arguments, count: int, options: Options) -> Run | None:
+    """Runs the kernel that adds partial sums up. Where there is none, plain torch does, in another order."""
+    runner = _runner(make_reduction_call(arguments, count), arguments.x.device, options)
+    return None if isinstance(runner, Decision) else runner[0]
+
+
+def _new_sums(arguments: Arguments, count: int) -> tuple[Callable[[], Any], ...]:
+    """Functions that make a backward kernel's partial sums, and the gradients of the weight and of the bias."""
+    device, weight = arguments.x.device, arguments.weight
+    channels, width = weight.shape
+    return (
+        allocator(device, (count, width + 1, channels)),
+        allocator(device, weight.shape, weight.dtype),
+        allocator(device, (channels,), weight.dtype),
+    )
 
 
 def narrowed(arguments: Arguments, gradients: reference.Gradients, wanted: Wanted) -> Gradients:
@@ -323,32 +354,30 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
     of_x, of_weight, of_bias, of_state = wanted
     assert isinstance(call.problem, ConvProblem)
     count = pieces(variant, call.problem)
-    reduce: Run | None = None
-    if of_weight or of_bias:
-        # Where no kernel for the sum runs, plain torch adds the partial sums, in another order.
-        reducing = _runner(make_reduction_call(arguments, count), arguments.x.device, options)
-        reduce = None if isinstance(reducing, Decision) else reducing[0]
+    reduce = _reduction(arguments, count, options) if of_weight or of_bias else None
     shape, packed = arguments.state_shape, arguments.cu_seqlens is not None
-    channels, width = arguments.weight.shape
+    width = arguments.weight.shape[1]
+    new_x_grad, alike = _written_like(arguments.x, call)
+    gaps = _gaps(arguments.weight, arguments.bias)
+    new_partials, new_weight_grad, new_bias_grad = _new_sums(arguments, count)
 
     def plan(*tensors: Any) -> Any:
         x, weight, bias, state, seq_idx, cu_seqlens, grad, last = tensors
         inputs = {"x": x, "y_grad": grad}
         if call.copied:
             inputs = _copied(inputs, call)
-        x_grad = torch.empty_like(inputs["x"])
+        x_grad = new_x_grad()
         state_grad = weight_grad = bias_grad = partials = None
         last = None if last is None else last.contiguous()
         if of_state:
             state_grad = _new_state(shape, x, packed, last)
         if of_weight or of_bias:
-            size = count, width + 1, channels
-            partials = torch.empty(size, dtype=torch.float32, device=x.device)
+            partials = new_partials()
         run(
             {
                 **inputs,
-                "weight": weight.contiguous(),
-                "bias": bias if bias is None else bias.contiguous(),
+                "weight": weight.contiguous() if gaps else weight,
+                "bias": bias.contiguous() if gaps and bias is not None else bias,
                 "initial_state": state,
                 "seq_idx": seq_idx,
                 "cu_seqlens": cu_seqlens,
@@ -360,16 +389,16 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
         )
         if partials is not None and reduce is not None:
             if of_weight:
-                weight_grad = torch.empty((channels, width), dtype=weight.dtype, device=x.device)
+                weight_grad = new_weight_grad()
             if of_bias:
-                bias_grad = torch.empty(channels, dtype=weight.dtype, device=x.device)
+                bias_grad = new_bias_grad()
             reduce({"partials": partials, "weight_grad": weight_grad, "bias_grad": bias_grad})
         elif partials is not None:
             sums = partials.sum(0)
             weight_grad = sums[:width].flip(0).T.to(weight.dtype).contiguous()
             bias_grad = sums[width].to(weight.dtype, copy=True)  # on 16 bytes, unlike a view
         return (
-            _like(x, x_grad) if of_x else None,
+            (x_grad if alike else _like(x, x_grad)) if of_x else None,
             weight_grad if of_weight else None,
             bias_grad if of_bias else None,
             state_grad,

@@ -295,8 +295,8 @@ def finished(
         lambda: pointers["x_grad"],
         lambda: dt_grad.to(arguments.dt.dtype),
         lambda: of_heads[0],
-        lambda: _total(pointers["B_grad"]).to(arguments.B.dtype),
-        lambda: _total(pointers["C_grad"]).to(arguments.C.dtype),
+        lambda: _total(pointers["B_grad"], arguments.B.dtype),
+        lambda: _total(pointers["C_grad"], arguments.C.dtype),
         lambda: _skip_gradient(arguments, pointers["out_grad"]) if wide_D else of_heads[1],
         lambda: None,  # of z
         lambda: of_heads[2],
@@ -313,8 +313,11 @@ def _skip_gradient(arguments: Arguments, out_grad: Tensor) -> Tensor:
     return (out_grad.float() * arguments.x).sum((0, 1))
 
 
-def _total(terms: Tensor) -> Tensor:
-    """The sum over the first dimension, in the first term's memory if there are two."""
-    if terms.shape[0] == 1:
-        return terms[0]
-    return terms[0].add_(terms[1]) if terms.shape[0] == 2 else terms.sum(0)
+def _total(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first dimension; of two terms in one launch, which adds in their dtype and rounds once."""
+    if terms.shape[0] == 2:
+        first, second = terms.unbind()
+        same = first.dtype == dtype
+        out = first if same else first.new_empty(first.shape, dtype=dtype)
+        return torch.add(first, second, out=out)
+    return (terms[0] if terms.shape[0] == 1 else terms.sum(0)).to(dtype)

@@ -292,7 +292,7 @@ def _inner(
         C_bias=C_proj_bias,
     )
     y, _ = convolve_and_scan(
-        xz,
+        *_halves(xz),
         weights,
         norms,
         delta_softplus=as_flag("delta_softplus", delta_softplus),
@@ -302,6 +302,15 @@ def _inner(
     if bias is not None and not torch.is_autocast_enabled(y.device.type):
         bias = bias.to(y.dtype)
     return linear(y.transpose(1, 2), out_proj_weight, bias)
+
+
+def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
+    """Two halves of the channels. Where these lie without gaps, the derivative of the views makes no transposed copy."""
+    if xz.stride(1) != 1 or xz.stride(2) == 1:
+        x, z = xz.chunk(2, 1)
+        return x, z
+    x, z = xz.mT.chunk(2, -1)
+    return x.mT, z.mT
 
 
 def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
