@@ -268,6 +268,7 @@ class _Loader:
     def exec_module(self, module: ModuleType) -> None:
         """Take the names that the other module has, and load what a package holds."""
         source = importlib.import_module(self.source)
+        importlib.import_module(f"{__package__}.exporting").replace()
         module.__doc__ = source.__doc__
         public = [*source.__all__]
         vars(module)["__all__"] = public
@@ -322,7 +323,11 @@ def _unless_transformers_asks(module: str, functions: dict[str, Any]) -> Any:
         if name not in functions:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         asking = str(sys._getframe(1).f_globals.get("__name__"))
-        return _no_block if asking.partition(".")[0] == "transformers" else functions[name]
+        if asking.partition(".")[0] != "transformers":
+            return functions[name]
+        # Where this module was imported before transformers was.
+        importlib.import_module(f"{__package__}.exporting").replace()
+        return _no_block
 
     return find
 
