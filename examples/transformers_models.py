@@ -4,6 +4,7 @@ Mamba-2's scan (Mamba2, Bamba, Zamba2, NemotronH, GraniteMoeHybrid, FalconH1).
     python examples/transformers_models.py mamba [--device cpu] [--dtype float32] [--json FILE]
     python examples/transformers_models.py recurrent_gemma
     python examples/transformers_models.py mamba2
+    python examples/transformers_models.py mamba --graphs
 
 One line, ``compat.install(…)``, makes the model run on scan_registry. If mamba_ssm itself is installed, a third path is timed:
 transformers on mamba_ssm's kernels, which need a GPU and are compiled in the first step. If causal-conv1d is not installed
@@ -15,6 +16,11 @@ of another model), of a later one, of a forward pass, and of a token that is gen
 Mamba-2's scan. All paths start from the same weights. On scan_registry the losses and the first gradients have to agree with
 transformers' own path, and on a GPU nothing may be compiled: a kernel that no wheel holds is an error, unless ``--require``
 allows it. Needs transformers 5.16 or later.
+
+With ``--graphs`` it times in their place steps of Mamba or Mamba2 on scan_registry, and of a model of the same size from
+``scan_registry.nn``, in three ways: call after call, under ``torch.compile(mode="reduce-overhead")``, and as one CUDA graph of
+the whole step; all with AdamW's fused update. And both passes of a block, on an input so small that the GPU waits for the
+CPU. See ``model_steps.py``.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from model_steps import BLOCK_COUNT, BLOCKS, Blocks, Generation, LanguageModel, Training, ways
 
 import scan_registry
 from scan_registry import compat
@@ -65,6 +72,8 @@ ORIGINALS = {
     "recurrent_gemma": (),
 }
 OWN, THEIRS, OURS = "its own", "mamba_ssm", "scan_registry"
+#: A model of this package's own modules.
+MODULES = "scan_registry.nn"
 #: How far the losses of the two paths may be apart, relative to the first; and their first gradients, all as one vector.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 GRADIENTS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -258,22 +267,30 @@ class Trained:
             self.model.generate(prompt, max_new_tokens=count, **how)
 
 
+def tokens(options: Any) -> torch.Tensor:
+    """The same in each call."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, options.size[2], options.shape, generator=generator)
+    return ids.to(options.device)
+
+
+def in_words(what: str, times: Mapping[str, float]) -> str:
+    """A line of the output."""
+    return f"{what}: " + ", ".join(f"{path} {ms:.2f} ms" for path, ms in times.items())
+
+
 def measure(
     paths: list[str], options: Any
 ) -> tuple[dict[str, dict[str, float]], dict[str, Trained]]:
     """Times by what is timed and by path, which are printed as they come, and the models."""
-    ids = torch.randint(
-        1, options.size[2], options.shape, generator=torch.Generator().manual_seed(1)
-    )
-    ids, by_path = ids.to(options.device), modules(options.model, paths)
+    ids, by_path = tokens(options), modules(options.model, paths)
     Trained(OWN, by_path[OWN], options).train(ids)
     models = {path: Trained(path, module, options) for path, module in by_path.items()}
     runs: dict[str, dict[str, float]] = {}
 
     def tell(what: str, times: Mapping[str, float], count: int = 1) -> None:
         runs[what] = {path: ms / count for path, ms in times.items()}
-        words = ", ".join(f"{path} {ms:.2f} ms" for path, ms in runs[what].items())
-        print(f"{what}: {words}", flush=True)
+        print(in_words(what, runs[what]), flush=True)
 
     def timed(what: str, call: Callable[[Trained], object], count: int = 1) -> None:
         calls = {path: partial(call, model) for path, model in models.items()}
@@ -288,6 +305,45 @@ def measure(
         generate = partial(Trained.generate, ids=ids, batch=batch, count=32)
         timed(f"generated token, batch {batch}", generate, 32)
     return runs, models
+
+
+def measure_ways(options: Any) -> dict[str, dict[str, float]]:
+    """Times of each way to run steps, by what is timed and by path, which are printed as they come."""
+    ids, dtype = tokens(options), getattr(torch, options.dtype)
+    module = modules(options.model, [OURS])[OURS]
+    runs: dict[str, dict[str, float]] = {}
+
+    def model(path: str) -> Any:
+        if path == OURS:
+            return build(options.model, module, options.size).to(options.device, dtype)
+        torch.manual_seed(0)
+        return LanguageModel(options.model, options.size).to(options.device, dtype)
+
+    def timed(
+        what: str, make: Callable[[str], Any], paths: tuple[str, ...], count: int = 1
+    ) -> None:
+        runs[what] = {}
+        for path in paths:
+            torch.compiler.reset()
+            with at_level(OURS, options):
+                run = make(path).run
+                runs[what][path] = interleaved({path: run}, 4 * options.repeats)[path] / count
+        print(in_words(what, runs[what]), flush=True)
+
+    both = OURS, MODULES
+    for way in ways(options.device):
+        timed(f"training step, {way}", lambda path: Training(model(path).train(), ids, way), both)  # noqa: B023
+    for batch in (1, 64):
+        prompt = ids[:1, :16].expand(batch, -1).contiguous()
+        for way in ways(options.device):
+            timed(
+                f"generated token, batch {batch}, {way}",
+                lambda path: Generation(model(path).eval(), prompt, way),  # noqa: B023
+                both,
+            )
+    few = lambda _: Blocks(options.model, options.size[0], options.device, dtype)  # noqa: E731
+    timed("both passes of a block, limited by the CPU", few, (MODULES,), BLOCK_COUNT)
+    return runs
 
 
 def apart(one: Trained, other: Trained) -> tuple[float, float]:
@@ -327,6 +383,12 @@ def record(
     }
 
 
+def save(options: Any, record: Mapping[str, Any]) -> None:
+    """Write every number to the file that is asked for."""
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=INSTALLED)
@@ -343,13 +405,21 @@ def main() -> int:
     parser.add_argument(
         "--without-mamba-ssm", action="store_true", help="leave its kernels out if it is installed"
     )
+    parser.add_argument(
+        "--graphs", action="store_true", help="time compiled steps and CUDA graphs instead"
+    )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
+    if options.graphs and options.model not in BLOCKS:
+        parser.error(f"--graphs takes {' or '.join(BLOCKS)}")
     # Whose rounding is larger than the differences of losses.
     torch.backends.cudnn.allow_tf32 = False
     options.size, options.shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
     if options.quick:
         options.size, options.shape = (32, options.size[1], 64), (2, 16)
+    if options.graphs:
+        save(options, record(options, {}, measure_ways(options), {}))
+        return 0
     versions = {} if options.without_mamba_ssm else originals(options.model)
     paths = [OWN, THEIRS, OURS] if versions else [OWN, OURS]
     if "scan.registry" in versions.get("causal_conv1d", ""):
@@ -365,9 +435,7 @@ def main() -> int:
         loss, gradient = apart(models[OWN], models[path])
         steps = f"losses of {len(models[path].losses)} training steps at most {loss:.1e}"
         print(f"{path} and {OWN}: {steps} apart, first gradients {gradient:.1e}")
-    if options.json:
-        text = json.dumps(record(options, versions, runs, models), indent=1)
-        options.json.write_text(text + "\n", encoding="utf-8")
+    save(options, record(options, versions, runs, models))
     # Those of the last path, which is scan_registry's.
     return 0 if loss <= TOLERANCE[options.dtype] and gradient <= GRADIENTS[options.dtype] else 1
 
