@@ -6,7 +6,8 @@ than the GPU to run. A CUDA graph is recorded once, and one launch runs all of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,17 +16,12 @@ from torch.nn.functional import cross_entropy, pad
 
 from scan_registry import nn
 
-EAGER, COMPILED, GRAPH = "eager", "torch.compile", "CUDA graph"
+WAYS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 #: The block that a model of transformers has, as a module of scan_registry.
 BLOCKS: Mapping[str, type[nn.Mamba] | type[nn.Mamba2]] = {"mamba": nn.Mamba, "mamba2": nn.Mamba2}
 WARM_UPS = 3
 #: Of the blocks whose time on the CPU is measured, and of their input, which is so small that the GPU waits for the CPU.
 BLOCK_COUNT, BLOCK_SHAPE = 8, (1, 64)
-
-
-def ways(device: str) -> tuple[str, ...]:
-    """Those that a device has."""
-    return (EAGER,) if device == "cpu" else (EAGER, COMPILED, GRAPH)
 
 
 class Output(NamedTuple):
@@ -164,3 +160,44 @@ class Blocks:
         self.blocks.zero_grad(set_to_none=True)
         self.x.grad = None
         self.blocks(self.x).backward(self.y_grad)
+
+
+class Step(NamedTuple):
+    """What is timed, on which path, a function that makes what runs it, and how many of it one run takes."""
+
+    what: str
+    path: str
+    make: Callable[[], Callable[[], object]]
+    count: int = 1
+
+
+def steps(
+    name: str,
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    ids: Tensor,
+    own: Callable[[], Any],
+    ways: Iterable[str],
+) -> Iterator[Step]:
+    """Steps of a model of transformers, which ``own`` makes, and of one of ``scan_registry.nn``."""
+    device = ids.device.type
+
+    def modules() -> Any:
+        torch.manual_seed(0)
+        return LanguageModel(name, size).to(device, dtype)
+
+    def training(model: Callable[[], Any], way: str) -> Callable[[], object]:
+        return Training(model().train(), ids, way).run
+
+    def generation(model: Callable[[], Any], way: str) -> Callable[[], object]:
+        return Generation(model().eval(), ids[:1, :16].contiguous(), way).run
+
+    models = {"scan_registry": own, "scan_registry.nn": modules}
+    for way in ways:
+        for what, make in (("training step", training), ("generated token", generation)):
+            for path, model in models.items():
+                yield Step(f"{what}, {way}", path, partial(make, model, way))
+    both = "both passes of a block, limited by the CPU"
+    yield Step(
+        both, "scan_registry.nn", lambda: Blocks(name, size[0], device, dtype).run, BLOCK_COUNT
+    )

@@ -17,10 +17,11 @@ Mamba-2's scan. All paths start from the same weights. On scan_registry the loss
 transformers' own path, and on a GPU nothing may be compiled: a kernel that no wheel holds is an error, unless ``--require``
 allows it. Needs transformers 5.16 or later.
 
-With ``--graphs`` it times in their place steps of Mamba or Mamba2 on scan_registry, and of a model of the same size from
-``scan_registry.nn``, in three ways: call after call, under ``torch.compile(mode="reduce-overhead")``, and as one CUDA graph of
-the whole step; all with AdamW's fused update. And both passes of a block, on an input so small that the GPU waits for the
-CPU. See ``model_steps.py``.
+With ``--graphs`` it times in their place training steps and tokens of Mamba or Mamba2 on scan_registry, and of a model of the
+same size from ``scan_registry.nn``, in three ways, or in those that are named: ``eager``, ``compiled`` by
+``torch.compile(mode="reduce-overhead")``, and as one CUDA ``graph``; all with AdamW's fused update, and without what
+``generate`` does beside the model. And both passes of a block, on an input so small that the GPU waits for the CPU. See
+``model_steps.py``.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import model_steps
 import torch
-from model_steps import BLOCK_COUNT, BLOCKS, Blocks, Generation, LanguageModel, Training, ways
 
 import scan_registry
 from scan_registry import compat
@@ -72,8 +73,6 @@ ORIGINALS = {
     "recurrent_gemma": (),
 }
 OWN, THEIRS, OURS = "its own", "mamba_ssm", "scan_registry"
-#: A model of this package's own modules.
-MODULES = "scan_registry.nn"
 #: How far the losses of the two paths may be apart, relative to the first; and their first gradients, all as one vector.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 GRADIENTS = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -309,40 +308,19 @@ def measure(
 
 def measure_ways(options: Any) -> dict[str, dict[str, float]]:
     """Times of each way to run steps, by what is timed and by path, which are printed as they come."""
-    ids, dtype = tokens(options), getattr(torch, options.dtype)
-    module = modules(options.model, [OURS])[OURS]
+    dtype, module = getattr(torch, options.dtype), modules(options.model, [OURS])[OURS]
     runs: dict[str, dict[str, float]] = {}
 
-    def model(path: str) -> Any:
-        if path == OURS:
-            return build(options.model, module, options.size).to(options.device, dtype)
-        torch.manual_seed(0)
-        return LanguageModel(options.model, options.size).to(options.device, dtype)
+    def own() -> Any:
+        return build(options.model, module, options.size).to(options.device, dtype)
 
-    def timed(
-        what: str, make: Callable[[str], Any], paths: tuple[str, ...], count: int = 1
-    ) -> None:
-        runs[what] = {}
-        for path in paths:
-            torch.compiler.reset()
-            with at_level(OURS, options):
-                run = make(path).run
-                runs[what][path] = interleaved({path: run}, 4 * options.repeats)[path] / count
-        print(in_words(what, runs[what]), flush=True)
-
-    both = OURS, MODULES
-    for way in ways(options.device):
-        timed(f"training step, {way}", lambda path: Training(model(path).train(), ids, way), both)  # noqa: B023
-    for batch in (1, 64):
-        prompt = ids[:1, :16].expand(batch, -1).contiguous()
-        for way in ways(options.device):
-            timed(
-                f"generated token, batch {batch}, {way}",
-                lambda path: Generation(model(path).eval(), prompt, way),  # noqa: B023
-                both,
-            )
-    few = lambda _: Blocks(options.model, options.size[0], options.device, dtype)  # noqa: E731
-    timed("both passes of a block, limited by the CPU", few, (MODULES,), BLOCK_COUNT)
+    sizes = options.model, options.size, dtype, tokens(options)
+    for step in model_steps.steps(*sizes, own, options.graphs or model_steps.WAYS):
+        torch.compiler.reset()
+        with at_level(OURS, options):
+            ms = interleaved({step.path: step.make()}, 4 * options.repeats)[step.path] / step.count
+        runs.setdefault(step.what, {})[step.path] = ms
+        print(in_words(step.what, {step.path: ms}), flush=True)
     return runs
 
 
@@ -406,18 +384,27 @@ def main() -> int:
         "--without-mamba-ssm", action="store_true", help="leave its kernels out if it is installed"
     )
     parser.add_argument(
-        "--graphs", action="store_true", help="time compiled steps and CUDA graphs instead"
+        "--graphs",
+        nargs="*",
+        choices=model_steps.WAYS,
+        help="time steps in these ways instead; default: all",
     )
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
-    if options.graphs and options.model not in BLOCKS:
-        parser.error(f"--graphs takes {' or '.join(BLOCKS)}")
+    if options.graphs is not None and options.model not in model_steps.BLOCKS:
+        parser.error(f"--graphs takes {' or '.join(model_steps.BLOCKS)}")
+    if (
+        options.graphs is not None
+        and options.device == "cpu"
+        and options.graphs != [model_steps.EAGER]
+    ):
+        parser.error(f"--graphs needs a GPU, but for --graphs {model_steps.EAGER}")
     # Whose rounding is larger than the differences of losses.
     torch.backends.cudnn.allow_tf32 = False
     options.size, options.shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
     if options.quick:
         options.size, options.shape = (32, options.size[1], 64), (2, 16)
-    if options.graphs:
+    if options.graphs is not None:
         save(options, record(options, {}, measure_ways(options), {}))
         return 0
     versions = {} if options.without_mamba_ssm else originals(options.model)

@@ -53,9 +53,9 @@ def gated_norm(
     if size < 1 or features % size:
         raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y, gate = x.to(dtype), None if z is None else silu(z.to(dtype))
-    if gate is not None and not norm_before_gate:
-        y = y * gate
+    gate = None if z is None else silu(z.to(dtype))
+    # A product with the gate is in its dtype.
+    y = x * gate if gate is not None and not norm_before_gate else x.to(dtype)
     wide = weight.to(dtype)
     if size == features and not centered:  # one group: torch's norm multiplies by the weight, too
         y = rms_norm(y, (size,), wide, eps)

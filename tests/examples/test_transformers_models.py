@@ -33,14 +33,14 @@ selective_state_update = counted(triton.selective_state_update.selective_state_u
 """
 
 
-def run(model: str, record: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(model: str, record: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> Any:
     """What the example measured."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(record.parent))
     options = ("--device", "cpu", "--dtype", "float32", "--repeats", "1", "--quick", "--json", str(record))  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["transformers_models", model, *options])
+    monkeypatch.setattr(sys, "argv", ["transformers_models", model, *options, *more])
     finders = [*sys.meta_path]
     assert load(EXAMPLES / "transformers_models.py").main() == 0
     assert sys.meta_path == finders
@@ -66,6 +66,29 @@ def test_losses_agree(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     record = run(model, tmp_path / "record.json", monkeypatch)
     assert importlib.util.find_spec("mamba_ssm") is None
     check_runs(record, ["its own", "scan_registry"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mamba", "mamba2"])
+def test_steps_of_each_path_are_timed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = run(model, tmp_path / "record.json", monkeypatch, "--graphs", "eager")
+    both, alone = ("scan_registry", "scan_registry.nn"), ("scan_registry.nn",)
+    kinds = {"training step, eager": both, "generated token, eager": both}
+    kinds["both passes of a block, limited by the CPU"] = alone
+    assert [(row["what"], row["path"]) for row in record["runs"]] == [
+        (kind, path) for kind, paths in kinds.items() for path in paths
+    ]
+    assert all(row["ms"] > 0 for row in record["runs"])
+
+
+@pytest.mark.parametrize("words", ["mamba --graphs", "mamba --graphs graph", "jamba"])
+def test_what_a_cpu_cannot_time_is_refused(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    argv = ["transformers_models", *words.split(), "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="2"):
+        load(EXAMPLES / "transformers_models.py").main()
 
 
 @pytest.mark.slow
