@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scan_registry.base.alignment import common_alignment
 from scan_registry.kernels import cases
 from scan_registry.kernels.cases import in_float64, on_device, relative_error, there
 from scan_registry.kernels.causal_conv1d import reference
@@ -121,7 +122,7 @@ class Trial(cases.RandomTrial[Setting]):
         if kernel == "reduction":
             return self._reduction()
         if kernel == "update":
-            return self._update(aligned)
+            return self._update(aligned, "time_last")
         layout, direction = _KERNELS[kernel]
         tensors: dict[str, Tensor | None] = {}
         for name in ("weight", "bias", "initial_state", "seq_idx", "cu_seqlens"):
@@ -189,27 +190,38 @@ class Trial(cases.RandomTrial[Setting]):
         tensors["partials"] = partials
         return Case(ReductionProblem("float32", 37 * batch, channels, width), tensors, expected)
 
-    def _update(self, aligned: bool) -> Case:
+    def launches(self, kernel: str) -> Iterator[Case]:
+        """Of an update, also with channels that lie together."""
+        for aligned in (True, False):
+            yield self.case(kernel, aligned=aligned)
+        if kernel == "update":
+            yield self._update(aligned=False, layout="channel_last")
+
+    def _update(self, aligned: bool, layout: Layout) -> Case:
         """Of the first steps of the trial; unless ``aligned``, with rows by number, of packed sequences, of drafts or of
-        rings, by the setting."""
+        rings, by the setting. The layout is that of x and y."""
         setting, packed = self.setting, bool(self.setting.sequences) and not aligned
         batch, channels, time = self.shape
         x = there(self.inputs["x"])[..., : 1 if aligned else 30 if packed else min(3, time)]
-        x = _placed(x, "time_last", aligned)
+        x = _placed(x, layout, aligned or layout == "channel_last")
         steps, device = x.shape[2], x.device
         sequences = setting.sequences if packed else batch
-        # Inputs of Mamba's states lie together by four.
-        length = (4 if setting.width == 4 else setting.width - 1) if aligned else setting.width + 2
+        # Inputs of Mamba's states lie together by four, or by three.
+        length = (
+            setting.width - (not setting.bias or setting.width != 4)
+            if aligned
+            else setting.width + 2
+        )
         slots = sequences if aligned else 2 * sequences + 2
         state = torch.randn(slots, channels, length).to(x.dtype).to(device)
         if not aligned:
-            state = state.transpose(1, 2).contiguous().transpose(1, 2)
+            state = _placed(state, "channel_last", True)
         rows = UpdateRows() if aligned else self._rows(sequences, slots, steps, packed, device)
         weight, bias = self.inputs["weight"], self.inputs["bias"]
         after = state.double()
         filters = there(weight).double(), None if bias is None else bias.double()
         y = reference.update(x.double(), after, *filters, rows, setting.silu)
-        out = _placed(torch.full_like(x, torch.nan), "time_last", True)
+        out = _placed(torch.full_like(x, torch.nan), layout, True)
         tensors = {
             "x": x,
             "state": state.clone(),
@@ -237,6 +249,12 @@ class Trial(cases.RandomTrial[Setting]):
             sequences=sequences if packed else 0,
             pad_slot_id=rows.pad_slot_id,
             wide_bounds=bounds is not None and bounds.dtype == torch.int64,
+            alignment=common_alignment(
+                t.data_ptr()
+                for name in ("x", "state", "weight", "bias", "y")
+                if (t := tensors[name]) is not None
+            ),
+            in_order=rows.positions is None and rows.accepted is None,
         )
         return Case(problem, tensors, {"y": y, "state": after})
 
@@ -247,8 +265,8 @@ class Trial(cases.RandomTrial[Setting]):
         setting = self.setting
         order = torch.randperm(slots).to(torch.int32)
         indices, destinations = order[:sequences].clone(), order[sequences : 2 * sequences].clone()
-        by_ring = not packed and not (setting.starts and setting.ends)
-        drafts = not by_ring and setting.width % 2 == 0
+        by_ring = not packed and setting.bias and not (setting.starts and setting.ends)
+        drafts = not by_ring and setting.bias and setting.width % 2 == 0
         padding = -1 if by_ring else int(indices[0])
         if by_ring:
             indices[0] = -1

@@ -225,6 +225,8 @@ class UpdateProblem:
     sequences    how many are packed along the time of the one batch; 0 if none are
     pad_slot_id  an index of a row that stands for no row
     wide_bounds  whether cu_seqlens are of 64 bits
+    alignment    bytes, at most 16, that divide the addresses of x, the state, y, weight and bias
+    in_order     whether a row's inputs stand in the order of their steps, the last one at its end: no rings and no drafts
     """
 
     dtype: str
@@ -240,10 +242,29 @@ class UpdateProblem:
     sequences: int = 0
     pad_slot_id: int = -1
     wide_bounds: bool = False
+    alignment: int = 1
+    in_order: bool = True
 
     @property
     def kernel(self) -> str:
         return "update"
+
+    @property
+    def vector(self) -> int:
+        """Channels of a thread: four that lie together, if the kernel has a way for their rows of the state; else one."""
+        x, state, y = self.strides
+        outside = {x.batch, x.time, y.batch, y.time, state.batch}
+        alone = self.time == 1 and not self.sequences and self.in_order
+        if alone:
+            outside -= {x.time, y.time}
+        by_rows = alone and state.time == 1 and state.channel == self.length in (3, 4)
+        if state.channel == 1:
+            outside.add(state.time)
+        together = x.channel == y.channel == 1 and (state.channel == 1 or by_rows)
+        size = 4 if self.wide_weights else ITEM_SIZE[self.dtype]
+        fits = self.width == 4 and self.alignment >= 4 * size
+        whole = all(number % 4 == 0 for number in (self.channels, *outside))
+        return 4 if together and fits and whole else 1
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""
@@ -252,7 +273,10 @@ class UpdateProblem:
             "sequences": self.sequences or self.batch,
             **{name: getattr(self, name) for name in sizes},
             "pad_slot": self.pad_slot_id,
-            "flags": int(self.silu) + 2 * int(self.wide_weights) + 4 * int(self.wide_bounds),
+            "flags": int(self.silu)
+            + 2 * int(self.wide_weights)
+            + 4 * int(self.wide_bounds)
+            + 8 * (self.vector > 1),
         }
         for name, first, strides in zip(
             ("x", "state", "y"), ("batch", "slot", "batch"), self.strides, strict=True

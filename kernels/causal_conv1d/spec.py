@@ -215,7 +215,7 @@ def _update_accepts(variant: model.Variant, problem: UpdateProblem) -> str | Non
 
 
 def _update_launch(variant: model.Variant, problem: UpdateProblem, sm_count: int) -> model.Launch:
-    across = ceil_div(problem.channels, 32 * variant.number("warps"))
+    across = ceil_div(problem.channels, 32 * variant.number("warps") * problem.vector)
     return model.Launch((problem.sequences or problem.batch, across, 1), problem.scalars())
 
 

@@ -131,6 +131,10 @@ def make_update_call(arguments: UpdateArguments, options: UpdateOptions) -> Kern
         sequences=0 if bounds is None else bounds.shape[0] - 1,
         pad_slot_id=options.pad_slot_id,
         wide_bounds=bounds is not None and bounds.dtype == torch.int64,
+        alignment=common_alignment(
+            t.data_ptr() for t in arguments[:4] if t is not None and not t.is_meta
+        ),
+        in_order=arguments.positions is None and arguments.accepted is None,
     )
     return KernelCall(problem)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -152,3 +153,49 @@ def test_rows_that_lie_alike_are_read_at_once() -> None:
     assert refusal(rows, padded) is None  # 45 is 37 and a chunk of 8
     assert "do not lie alike" in str(refusal(rows, other))
     assert "do not lie alike" in str(refusal(rows, rows, alignment=8))
+
+
+def test_an_update_takes_four_channels_that_lie_together() -> None:
+    """In rows of three and four inputs, and where neighbouring channels lie together, in every option; else one."""
+    ways = set()
+    for shape in SHAPES:
+        for setting in cases.SETTINGS:
+            for case in cases.draw(shape, setting, "bfloat16", "cpu").launches("update"):
+                update = case.problem
+                assert isinstance(update, problem.UpdateProblem)
+                together = update.strides[1].channel == 1 and update.channels > 1
+                way = "together" if together else f"rows of {update.length}"
+                if update.vector == 4:
+                    ways.add((way, update.in_order, bool(update.sequences)))
+                    assert update.channels % 4 == 0
+                    assert update.width == 4
+    assert ways == {
+        *((f"rows of {length}", True, False) for length in (3, 4)),
+        *(("together", *options) for options in ((True, False), (False, False), (False, True))),
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"channels": 18},
+        {"width": 3},
+        {"alignment": 8},
+        {"length": 5},
+        {"in_order": False},
+        {"time": 2},
+        {"slot": 66},
+        {"stride": 2},
+    ],
+    ids=str,
+)
+def test_an_update_takes_other_channels_one_by_one(change: dict[str, Any]) -> None:
+    def posed(slot: int = 64, stride: int = 1, **changed: Any) -> int:
+        of_x, of_y = (problem.Strides(32, own, 32) for own in (stride, 1))
+        strides = of_x, problem.Strides(slot, 4, 1), of_y
+        sizes = {"batch": 2, "channels": 16, "time": 1, "width": 4, "slots": 2, "length": 4}
+        options = {"strides": strides, "wide_weights": True, "alignment": 16}
+        return problem.UpdateProblem("bfloat16", **{**sizes, **options, **changed}).vector
+
+    assert posed() == 4
+    assert posed(**change) == 1
