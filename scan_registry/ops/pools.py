@@ -1,8 +1,8 @@
 """States in rows of a pool: what a scan starts from, what it leaves, and checkpoints on the way.
 
 Servers keep the states of all sequences in one tensor, and pass numbers of its rows. Here rows are gathered before a scan,
-and scattered after it, by torch's operators of fixed shapes: a CUDA graph records them, and reads the numbers anew when it is
-replayed.
+and scattered after it, by a kernel or by torch's operators of fixed shapes: a CUDA graph records them, and reads the numbers anew
+when it is replayed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from scan_registry.ops.checks import (
     refuse_mapped,
     refuse_shared_elements,
 )
+from scan_registry.ops.row_copies import copy_rows
 from scan_registry.ops.values import are_checked, check_bounds, check_rows
 
 __all__ = ["StateRows", "refuse_checkpoints", "scan_rows", "stand_in", "step_rows", "timed"]
@@ -35,8 +36,9 @@ class StateRows(NamedTuple):
     """Rows of a pool of states, for ``initial_state``: a scan starts from them, and leaves its final states in them.
 
     For inference: there are no derivatives. The scan returns what it returns for a tensor. A row has the shape of one
-    sequence's state, without batch and sequences. A pool narrower than the states is rounded to the nearest. Around the scan
-    run about fifteen small torch kernels, whose time matters for single steps and not for prompts.
+    sequence's state, without batch and sequences. A pool narrower than the states is rounded to the nearest. On a GPU one launch
+    before the scan copies the rows, and one after it copies the final states; under ``torch.compile``, and where the rows of
+    the pool do not consist of runs at one distance, torch's operators do, in about fifteen launches.
 
     Args:
         pool: (slots, …), changed in place, of any strides.
@@ -70,7 +72,11 @@ class StateRows(NamedTuple):
 
     def read(self) -> Tensor:
         """The states of the sequences, a copy."""
-        rows, absent = self._rows(self.state_batch_indices)
+        indices = self.state_batch_indices
+        copied = self.pool.new_empty((indices.shape[0], *self.pool.shape[1:]))
+        if copy_rows(self.pool, copied, indices, self.pad_slot_id, scatter=False):
+            return copied
+        rows, absent = self._rows(indices)
         states = self.pool.index_select(0, rows)
         return states.masked_fill_(absent.view(-1, *(1,) * (states.dim() - 1)), 0)
 
@@ -79,12 +85,15 @@ class StateRows(NamedTuple):
         with a row writes, too; and if none has, the row that is written gets back what it held."""
         if not states.shape[0]:
             return
+        states = states.to(self.pool.dtype)
+        if copy_rows(self.pool, states.contiguous(), indices, self.pad_slot_id, scatter=True):
+            return
         rows, absent = self._rows(indices)
         first = absent.to(torch.uint8).argmin(0, keepdim=True)
         source = torch.where(absent, first, torch.arange(rows.shape[0], device=rows.device))
         rows = rows.index_select(0, source)
         before = self.pool.index_select(0, rows[:1])
-        self.pool.index_copy_(0, rows, states.index_select(0, source).to(self.pool.dtype))
+        self.pool.index_copy_(0, rows, states.index_select(0, source))
         after = self.pool.index_select(0, rows[:1])
         none = absent.all().view((1,) * states.dim())
         self.pool.index_copy_(0, rows[:1], torch.where(none, before, after))
