@@ -111,12 +111,10 @@ def convolve_and_scan(
     x, B, C = sizes.inputs(u.transpose(1, 2))
     if initial_state is not None and cu_seqlens is not None:
         initial_state = initial_state.unsqueeze(0)
-    # Cast here, as the scan would by its slower path.
-    D, bias = [None if t is None else wide(t) for t in (weights.D, weights.dt_bias)]
     result: Any = ssd_scan(
-        *(x, dt, weights.A, B, C, D),
+        *(x, dt, weights.A, B, C, weights.D),
         z.unflatten(-1, (sizes.heads, sizes.head_size)) if norm is None else None,
-        *(bias, True, weights.dt_limit, initial_state),
+        *(weights.dt_bias, True, weights.dt_limit, initial_state),
         seq_idx=seq_idx if cu_seqlens is None else None,
         cu_seqlens=cu_seqlens,
         return_final_state=return_state,

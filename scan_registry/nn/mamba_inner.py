@@ -12,7 +12,6 @@ from torch.nn.functional import linear, silu
 
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d, causal_conv1d_update
 from scan_registry.kernels.selective_scan.op.function import selective_scan
-from scan_registry.nn.mamba_states import wide
 
 #: A matrix, or a function that maps the last dimension.
 Map = Tensor | Callable[[Tensor], Tensor]
@@ -96,10 +95,8 @@ def convolve_and_scan(
         B = rms_norm(B, norms.B, norms.eps)
     if norms.C is not None:
         C = rms_norm(C, norms.C, norms.eps)
-    # Cast here, as the scan would by its slower path.
-    D, bias = [None if t is None else wide(t) for t in (weights.D, weights.dt_bias)]
     out: Any = selective_scan(
-        *(u, delta, weights.A, B, C, D, z, bias, delta_softplus),
+        *(u, delta, weights.A, B, C, weights.D, z, weights.dt_bias, delta_softplus),
         None if before is None else before.scan,
         return_final_state=return_state,
         backend=backend,

@@ -127,6 +127,24 @@ def fast_path(plan: Planner) -> Path:
     ).run
 
 
+def casting(
+    path: Path, raw: Sequence[Any], taken: Sequence[Any], options: tuple[Any, ...]
+) -> Callable[..., Any] | None:
+    """The plan of a call that takes ``path`` with some of the ``raw`` tensors in other dtypes, those in ``taken``: it casts them by
+    torch's own operator, which autograd records. None if they differ in more than that."""
+    pairs = [*zip(raw, taken, strict=True)]
+    changed = [(one, other) for one, other in pairs if one is not other]
+    if any(one.shape != other.shape or one.dtype == other.dtype for one, other in changed):
+        return None
+    dtypes = [None if one is other else other.dtype for one, other in pairs]
+
+    def plan(*tensors: Any) -> Any:
+        both = zip(tensors, dtypes, strict=True)
+        return path(tuple([t if d is None else t.to(d) for t, d in both]), options)
+
+    return plan
+
+
 def _logged(plan: Planner) -> Planner:
     """The function, which also checks ``SCAN_REGISTRY_REQUIRE``, and writes to the log if that is asked for."""
 

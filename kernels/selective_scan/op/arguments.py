@@ -59,11 +59,11 @@ def grouped(arguments: Arguments) -> Arguments:
     return arguments._replace(B=B, C=C)
 
 
-def given_as_taken(raw: Sequence[Tensor | None], taken: Arguments) -> bool:
-    """Whether ``normalised`` made ``taken`` of ``raw`` without a conversion, but for dimensions of one group."""
+def as_given(raw: Sequence[Tensor | None], taken: Arguments) -> tuple[Tensor | None, ...]:
+    """What ``normalised`` made of ``raw``, with the raw tensors where all that it added are dimensions of one group."""
     pairs = zip(raw, taken, strict=True)
-    return all(
-        one is other or (n in (3, 4) and _same_memory(one, other))
+    return tuple(
+        one if one is other or (n in (3, 4) and _same_memory(one, other)) else other
         for n, (one, other) in enumerate(pairs)
     )
 

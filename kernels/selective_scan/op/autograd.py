@@ -18,13 +18,13 @@ from scan_registry.kernels.selective_scan.op import composed, plans
 from scan_registry.kernels.selective_scan.op.arguments import (
     Arguments,
     Options,
-    given_as_taken,
+    as_given,
     grouped,
     normalised,
 )
 from scan_registry.kernels.selective_scan.op.flops import FORMULAS
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
-from scan_registry.ops.call import fast_path
+from scan_registry.ops.call import casting, fast_path
 from scan_registry.ops.strides import lying_as_new
 
 #: u, delta and z, whose gradients have the strides of ``empty_like(u)``; those of others have their last dimension innermost.
@@ -141,14 +141,17 @@ def first_derivative(
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[..., Any] | None:
-    """None for a call whose arguments are converted, or whose values are checked in every call."""
+    """None for a call whose arguments are converted but for a cast, or whose values are checked in every call."""
     softplus, final, backend = options
     if type(final) is not bool:
         return None  # it is refused
     arguments = normalised(*Arguments._make(tensors), softplus, backend)
     packed, how = tensors[-1] is not None, Options(softplus, backend)
-    if not given_as_taken(tensors, arguments) or (packed and not plans.on_gpu(arguments.u)):
+    if packed and not plans.on_gpu(arguments.u):
         return None
+    taken = as_given(tensors, arguments)
+    if any(one is not other for one, other in zip(tensors, taken, strict=True)):
+        return casting(fast_scan, tensors, taken, tuple(options))
     with torch.no_grad():
         compute = plans.make_forward(*tensors, how, recorded, final)
     which = slice(2) if final else 0

@@ -23,7 +23,7 @@ from scan_registry.kernels.ssd_scan.op.arguments import (
 )
 from scan_registry.kernels.ssd_scan.op.flops import FORMULAS
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
-from scan_registry.ops.call import fast_path
+from scan_registry.ops.call import casting, fast_path
 
 
 class SSDScan(Recorded):
@@ -82,14 +82,15 @@ def scan(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | None]
 
 
 def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[..., Any] | None:
-    """None for a call whose arguments are converted, or whose values are checked in every call."""
+    """None for a call whose arguments are converted but for a cast, or whose values are checked in every call."""
     softplus, low, high, chunk_size, final, backend = options
     every = Arguments._make(tensors)
     arguments, how = normalised(*every, softplus, (low, high), chunk_size, final, backend)
     x, packed = arguments.x, arguments.cu_seqlens is not None
-    alike = all(one is other for one, other in zip(arguments, tensors, strict=True))
-    if not alike or (packed and not plans.on_gpu(x)):
+    if packed and not plans.on_gpu(x):
         return None
+    if any(one is not other for one, other in zip(arguments, tensors, strict=True)):
+        return casting(fast_scan, tensors, arguments, tuple(options))
     with torch.no_grad():
         compute = plans.make_forward(*tensors, how, recorded)
     run: Callable[..., Any] = compute

@@ -177,7 +177,14 @@ def test_what_the_fast_path_leaves_to_others(play: Play, monkeypatch: pytest.Mon
     wide, bounds = [t.double() for t in tensors[:5]], BOUNDS.int()
     out = selective_scan(*tensors[:5], cu_seqlens=bounds)
     assert relative_error(out, reference.forward(*wide, cu_seqlens=bounds)[0]) <= 2e-6
-    assert set(plans) == {None}
+    # Both are cast first, which is planned; not so one that gets a dimension, too.
+    assert {plan.__qualname__ for plan in plans} == {"casting.<locals>.plan"}
+    plans.clear()
+    both = tensors[3][:, 0].bfloat16(), tensors[4][:, 0]
+    wide = [t.double() for t in (*tensors[:3], *both)]
+    out = selective_scan(*tensors[:3], *both)
+    assert relative_error(out, reference.forward(*wide)[0]) <= 2e-6
+    assert plans == [None]
 
 
 def test_training_after_a_change_of_an_input_is_refused(play: Play) -> None:
