@@ -54,6 +54,7 @@ class LanguageModel(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(width, eps=1e-5)
         self.head = torch.nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embedding.weight
+        torch.nn.init.normal_(self.embedding.weight, std=0.02)
 
     def new_states(self, batch: int) -> list[tuple[Tensor, Tensor]]:
         """Of sequences that have not begun."""

@@ -280,8 +280,9 @@ def _initial(inputs: Tensor, config: FlashRNNConfig) -> Tensor | None:
     if not any(values):
         return None
     batch, _, _, heads, dim = inputs.shape
-    of_states = torch.tensor(values, dtype=inputs.dtype, device=inputs.device)
-    return of_states.view(-1, 1, 1, 1, 1).expand(-1, batch, 1, heads, dim)
+    # Each filled on the device: a copy from the CPU would wait for it, and no CUDA graph could record it.
+    of_states = torch.stack([inputs.new_full((1, 1, 1, 1), value) for value in values])
+    return of_states.expand(-1, batch, 1, heads, dim)
 
 
 def _check_sizes(inputs: Tensor, config: FlashRNNConfig) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scan_registry import nn
-from scan_registry.compat import causal_conv1d, mamba_ssm
+from scan_registry.compat import causal_conv1d, flashrnn, mamba_ssm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -143,3 +143,11 @@ def test_steps_of_stand_ins_read_no_values() -> None:
         causal_conv1d.causal_conv1d_update(x, states, drawn(WIDTH, 4), drawn(WIDTH), "silu")
         update(states, x, drawn(BATCH, WIDTH), drawn(WIDTH, 4), B, C, dt_softplus=True)
     assert {"causal_conv1d_update", "selective_state_update"} <= {*watch.launches}
+
+
+def test_initial_values_of_flashrnn_are_not_copied_from_the_cpu() -> None:
+    config = flashrnn.FlashRNNConfig(function="lstm", initial_val=[0.5, 0.25], dtype="float32")
+    Wx, R, b = drawn(BATCH, TIME, 4, 2, 8), drawn(4, 2, 8, 8), drawn(4, 2, 8)
+    with Watch() as watch:
+        flashrnn.flashrnn(Wx, R, b, function="lstm", config=config)
+    assert watch.launches["new_full"]
