@@ -18,6 +18,18 @@ __device__ inline unsigned load_element(const void* from, bool wide, bool wanted
     return bits;
 }
 
+// The same into bits that stay as they are where the element is not wanted: a register that a load goes on to fill while others
+// are computed.
+__device__ inline void load_bits(unsigned& bits, const void* from, bool wide, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted, wide, narrow;\n\t"
+        "setp.ne.b32 wanted, %3, 0; setp.ne.and.b32 wide|narrow, %2, 0, wanted;\n\t"
+        "@wide ld.global.nc.b32 %0, [%1];\n\t"
+        "@narrow ld.global.nc.u16 %0, [%1]; }"
+        : "+r"(bits)
+        : "l"(from), "r"(int(wide)), "r"(int(wanted)));
+}
+
 // 16 or 8 bytes.
 __device__ inline void load_words(unsigned (&to)[4], const void* from, bool wanted) {
     asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
@@ -32,12 +44,22 @@ __device__ inline void load_words(unsigned (&to)[2], const void* from, bool want
         : "l"(from), "r"(int(wanted)));
 }
 
-// 16 bytes of the state, which nobody writes before they are used.
+// 16 bytes of the state, which nobody writes before they are used. Volatile, so that the load starts where it is written, and not
+// where it is used.
 __device__ inline void load_state(unsigned (&to)[4], const void* from, bool wanted) {
-    asm("{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
         "@wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4]; }"
         : "+r"(to[0]), "+r"(to[1]), "+r"(to[2]), "+r"(to[3])
         : "l"(from), "r"(int(wanted)));
+}
+
+__device__ inline void store_state(void* to, const unsigned (&from)[4], bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0;\n\t"
+        "@wanted st.global.v4.b32 [%0], {%1, %2, %3, %4}; }" ::"l"(to),
+        "r"(from[0]), "r"(from[1]), "r"(from[2]), "r"(from[3]), "r"(int(wanted))
+        : "memory");
 }
 
 // An integer, of 8 bytes if wide, else of 4.

@@ -32,6 +32,9 @@ MOST_STATES = 256
 #: The tensors that have a dtype of their own, in the order of the kernel's ``formats``; ``out`` has that of x.
 FORMATTED = ("x", "dt", "A", "B", "C", "D", "z", "bias")
 
+#: Those of them that change with each token.
+INPUTS = ("x", "dt", "B", "C", "z")
+
 #: The dimensions of tensors, in the kernel's order.
 _OF_BATCH, _OF_PROJECTION = ("batch", "head", "channel"), ("batch", "group", "state")
 DIMENSIONS: Mapping[str, tuple[str, ...]] = {
@@ -54,7 +57,7 @@ class StepProblem:
 
     dtype         of the state
     slots         rows of the state
-    dtypes        of the tensors that ``FORMATTED`` names; of one that is not there any
+    dtypes        of the tensors that ``FORMATTED`` names; of one that is not there that of x
     strides       in elements, in the order of ``STRIDES``; 0 for a tensor that is not there
     aligned       whether the states of a channel lie without gaps, in whole chunks of 16 bytes, B and C so in chunks of
                   as many numbers, and A, too, if it has not one number for all states
@@ -90,13 +93,22 @@ class StepProblem:
 
     @property
     def kernel(self) -> str:
-        return "tokens" if self.served else "step"
+        return "step" if self.in_chunks and not self.served else "tokens"
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether kernels read it in chunks of 16 bytes: there are some for states with inputs of their own dtype, and for states
+        of float32 with others."""
+        inputs = DTYPES if self.dtype == "float32" else (self.dtype,)
+        static = self.inputs in inputs and (self.tied or self.decay == "float32")
+        return static and self.aligned and not self.large
 
     @property
     def inputs(self) -> str:
-        """The dtype of B and C, if they have the same; else nothing."""
+        """The dtype of x, dt, B, C and z, if they have the same; else nothing."""
         of = dict(zip(FORMATTED, self.dtypes, strict=True))
-        return of["B"] if of["B"] == of["C"] else ""
+        dtypes = {of[name] for name in INPUTS}
+        return of["x"] if len(dtypes) == 1 else ""
 
     @property
     def decay(self) -> str:
@@ -134,6 +146,11 @@ class StepProblem:
     def rows(self) -> int:
         """Channels of all heads."""
         return self.heads * self.channels
+
+    @property
+    def sections(self) -> int:
+        """Parts of all rows that have one head and one group each."""
+        return max(self.heads, self.groups)
 
     def scalars(self) -> dict[str, int]:
         """The kernel's integer parameters by name, but for those of the launch."""

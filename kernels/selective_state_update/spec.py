@@ -1,7 +1,7 @@
 """What the selective_state_update family is made of: a kernel of one token, one of what servers add, and how they launch.
 
 Access ``aligned`` moves 16 bytes of a channel's states at a time, and ``tied`` does where A is one number for all of these,
-as in Mamba-2; ``generic`` takes any strides, dtypes and number of states.
+as in Mamba-2; ``generic``, of the kernel that servers have, takes any strides, dtypes and number of states.
 """
 
 from __future__ import annotations
@@ -31,23 +31,17 @@ _OF_SEQUENCES = ("dst_slots", "pad_slot", "tokens", "columns")
 _OF_LAUNCH = ("lane_bits", "steps", "formats", "flags")
 #: The strides that a kernel of one token has.
 _STRIDES = STRIDES[: STRIDES.index("indices_batch") + 1]
-#: Threads that an SM should have before threads take several batches, which read A less often; and the most batches
-#: of a thread.
-_THREADS_OF_SM, _MOST_STEPS = 1024, 8
+#: Batches of a thread: at most, if all CTAs run at once then; and where that would take more, since the last of a few waves of long
+#: CTAs may be nearly empty.
+_MOST_STEPS, _SOME_STEPS = 32, 8
+_MOST_ACROSS = 65_535  # CTAs of a grid in its second and third dimension
 
 
 def _accepts(variant: model.Variant, problem: StepProblem) -> str | None:
-    access = variant.text("access")
     if variant.text("dtype") != problem.dtype:
         return f"a state of {variant.text('dtype')}, not {problem.dtype}"
-    if access != "generic":
-        inputs = variant.text("inputs")
-        if not problem.aligned or problem.large:
-            return "states do not lie in whole chunks of 16 bytes in aligned memory, or tensors are large"
-        if (access == "tied") != problem.tied:
-            return f"A has {'one number' if problem.tied else 'several numbers'} for each channel"
-        if problem.inputs != inputs or not (problem.tied or problem.decay == "float32"):
-            return f"for B and C of {inputs}, and for A of float32"
+    if variant.text("access") != "generic" and (reason := _misaligned(variant, problem)):
+        return reason
     counted = (
         problem.rows,
         problem.batch,
@@ -57,6 +51,22 @@ def _accepts(variant: model.Variant, problem: StepProblem) -> str | None:
     )
     if max(counted) >= 2**31:
         return f"{max(counted)} channels of all heads, batches, tokens or slots; it counts them in 31 bits"
+    if problem.sections > _MOST_ACROSS:
+        return f"{problem.sections} heads or groups; at most {_MOST_ACROSS}"
+    return None
+
+
+def _misaligned(variant: model.Variant, problem: StepProblem) -> str | None:
+    """Why a kernel that reads 16 bytes at a time, in static dtypes, does not take the problem."""
+    inputs = variant.text("inputs")
+    if not problem.aligned or problem.large:
+        return (
+            "states do not lie in whole chunks of 16 bytes in aligned memory, or tensors are large"
+        )
+    if (variant.text("access") == "tied") != problem.tied:
+        return f"A has {'one number' if problem.tied else 'several numbers'} for each channel"
+    if problem.inputs != inputs or not (problem.tied or problem.decay == "float32"):
+        return f"for x, dt, B, C and z of {inputs}, and for A of float32"
     return None
 
 
@@ -66,9 +76,6 @@ def _accepts_tokens(variant: model.Variant, problem: StepProblem) -> str | None:
     most = 32 * _vector(variant) * variant.number("chunks")
     if problem.states > most:
         return f"{problem.states} states; a warp has {most} of a row"
-    rows = variant.number("rows")
-    if problem.channels % rows or problem.rows // problem.groups % rows:
-        return f"{problem.channels} channels in {problem.groups} groups; it takes {rows} neighbours at a time"
     return None
 
 
@@ -80,23 +87,24 @@ def _vector(variant: model.Variant) -> int:
 
 
 def _lane_bits(variant: model.Variant, problem: StepProblem) -> int:
-    chunks = -(-problem.states // (_vector(variant) * variant.number("chunks")))
+    chunks_of_lane = dict(variant.statics).get("chunks", 1)
+    assert isinstance(chunks_of_lane, int)
+    chunks = -(-problem.states // (_vector(variant) * chunks_of_lane))
     return min(5, (chunks - 1).bit_length())
 
 
 def _launch(variant: model.Variant, problem: StepProblem, sm_count: int) -> model.Launch:
-    rows_of_thread = dict(variant.statics).get("rows", 1)
-    assert isinstance(rows_of_thread, int)
-    lane_bits = max(_lane_bits(variant, problem), rows_of_thread.bit_length() - 1)
-    rows_of_cta = (32 * variant.number("warps") >> lane_bits) * rows_of_thread
-    ctas = -(-problem.rows // rows_of_cta)
-    wanted = sm_count * _THREADS_OF_SM * rows_of_thread
-    steps = 1
-    while steps < _MOST_STEPS and (problem.batch * problem.rows << lane_bits) >= 2 * steps * wanted:
-        steps *= 2
-    slices = -(-problem.batch // steps)
+    """As many CTAs as run at once, if they have few enough batches then, or else waves of them."""
+    rows, warps = variant.number("rows"), variant.number("warps")
+    lane_bits = max(_lane_bits(variant, problem), rows.bit_length() - 1)
+    sections = problem.sections
+    ctas = -(-(problem.rows // sections) // (rows * warps * (32 >> lane_bits)))
+    slices = max(1, sm_count * variant.number("ctas") // (ctas * sections))
+    steps = -(-problem.batch // slices)
+    if steps > _MOST_STEPS:
+        steps = max(_SOME_STEPS, -(-problem.batch // _MOST_ACROSS))
     scalars = {**problem.scalars(), "lane_bits": lane_bits, "steps": steps}
-    return model.Launch((ctas * slices, 1, 1), scalars)
+    return model.Launch((ctas, sections, -(-problem.batch // steps)), scalars)
 
 
 def _constants(variant: model.Variant) -> dict[str, model.Static]:
@@ -111,32 +119,26 @@ def _constants(variant: model.Variant) -> dict[str, model.Static]:
 
 
 def _kinds() -> Iterator[model.Pins]:
-    """A state of 16 bits usually has inputs like itself; others are left to the generic kernel."""
+    """A state of 16 bits usually has inputs like itself; others are left to the generic kernel of several tokens."""
     for dtype in DTYPES:
-        for access in ACCESSES:
-            pins: model.Pins = (("dtype", dtype), ("access", access))
-            if access == "generic":
-                yield pins
-                continue
+        for access in ACCESSES[:2]:
             for inputs in DTYPES if dtype == "float32" else (dtype,):
-                yield (*pins, ("inputs", inputs))
+                yield ("dtype", dtype), ("access", access), ("inputs", inputs)
 
 
 def _tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
-    """Chunks of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
+    """Rows of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
     pins = dict(kind)
-    most = pins["access"] == "aligned" and model.ITEM_SIZE[str(pins["dtype"])] == 2
-    return ((("chunks", 2), ("warps", _WARPS), ("ctas", 5 if most else 6)),)
+    tied, narrow = pins["access"] == "tied", model.ITEM_SIZE[str(pins["dtype"])] == 2
+    rows, ctas = (4, 4 if narrow else 5) if tied else (2, 5 if narrow else 6)
+    return ((("rows", rows), ("warps", _WARPS), ("ctas", ctas)),)
 
 
 def _kinds_of_tokens() -> Iterator[model.Pins]:
-    """Inputs of Mamba's blocks, bfloat16 or those of the state; others are left to the generic kernel."""
-    for kind in _kinds():
-        pins = dict(kind)
-        if pins["access"] == "generic" or pins["inputs"] == (
-            "bfloat16" if pins["dtype"] == "float32" else pins["dtype"]
-        ):
-            yield kind
+    """States of float32 and bfloat16 with inputs of bfloat16; others are left to the generic kernel."""
+    yield from (kind for kind in _kinds() if dict(kind)["inputs"] == "bfloat16")
+    for dtype in DTYPES:
+        yield ("dtype", dtype), ("access", "generic")
 
 
 def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
@@ -145,16 +147,16 @@ def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
     if pins["access"] == "generic":
         return ((("rows", 1), ("chunks", 8), ("warps", _WARPS), ("ctas", 3)),)
     narrow, tied = model.ITEM_SIZE[str(pins["dtype"])] == 2, pins["access"] == "tied"
-    rows, ctas = (4 if tied else 2, 4) if narrow else (4, 5)
+    rows, ctas = 2 if narrow and not tied else 4, 5 if tied and not narrow else 4
     return ((("rows", rows), ("chunks", 1), ("warps", _WARPS), ("ctas", ctas)),)
 
 
 def _may_spill() -> frozenset[model.Variant]:
-    """Tied rows of float32: 16 bytes a thread on sm_120."""
+    """On sm_100 and sm_120 up to 40 bytes a thread."""
     return frozenset(
         model.Variant(FAMILY_NAME, "tokens", "cuda", (*kind, *tile))
         for kind in _kinds_of_tokens()
-        if {"float32", "tied"} <= {*dict(kind).values()}
+        if dict(kind)["access"] == "tied" or {"float32", "aligned"} <= {*dict(kind).values()}
         for tile in _tiles_of_tokens(kind)
     )
 

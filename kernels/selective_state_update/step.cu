@@ -6,163 +6,129 @@
 // with size = dt + bias, or its softplus. A row is a channel of a head; a batch's row of the state is in the slot of its own
 // number, or in the one that `indices` names. Where that is no slot, the output is zero and no state changes.
 //
-// Traffic of a state: its bytes twice. All else is small, and comes from the caches.
+// Traffic of a state: its bytes twice. All else is small.
 //
-// 2^lane_bits lanes share a row, and each has up to CHUNKS chunks of it at once: 16 bytes, or, unless ALIGNED, one state.
+// A unit's rows, which rows.cuh says more of:
 //
-//     row   lane 0 | lane 1 | … | lane 0 | lane 1 | …      a round: CHUNKS chunks of each lane
-//             chunk 0               chunk 1
+//     row 0 to ROWS - 1   lane 0 | lane 1 | …      a round; rows of more states than lanes have take several
 //
-// A thread stays with its row for `steps` batches, one after the other, and reads A once if one round is all there is. A batch
-// loads its inputs, then in each round loads chunks, updates and stores them, and at its end sums over lanes and stores y. A
-// round starts all its loads before it uses any of them, and takes few registers, since many bytes have to be under way.
-#include "tensors.cuh"
+// A warp stays with its rows for `steps` batches, one after the other, and reads A once if one round is all there is. A register
+// that a round has used is loaded for the next round at once.
+#include "rows.cuh"
 
-// What one batch has for a row: where its states are, and its inputs as they lie in memory.
-struct Inputs {
-    Storage* states;
-    bool active;  // it has a slot
-    unsigned x, dt, z;
-    Offset B, C;
+static_assert(ALIGNED, "other problems are for the kernel of several tokens");
+
+struct Shared {
+    Once once[32];  // [row of the warp]
+    float sums[32];
 };
 // A round's chunks of a lane.
 struct Chunks {
-    Chunk<Element, VECTOR> state[CHUNKS];
-    Chunk<Input, VECTOR> B[CHUNKS], C[CHUNKS];
+    Chunk<Element, VECTOR> state[ROWS];
+    Chunk<Input, VECTOR> B, C;
+};
+// One round: the states from n on of a batch.
+struct Round {
+    int batch, n;
+    bool active;  // the batch has a slot
+    Storage* states;
 };
 
-struct StateUpdate {
-    const Arguments& args;
+struct StateUpdate : Rows {
+    Shared& shared;
+    Once* const once = shared.once + unit_of_warp * ROWS;
+    float* const sums_of_unit = shared.sums + unit_of_warp * ROWS;
 
-    const int lanes = 1 << args.lane_bits, lane = threadIdx.x & (lanes - 1);
-    const unsigned rows = unsigned(args.heads * args.channels), rows_of_cta = THREADS >> args.lane_bits;
-    const unsigned ctas = (rows + rows_of_cta - 1) / rows_of_cta;
-    const unsigned slice = blockIdx.x / ctas;
-    const unsigned own = (blockIdx.x % ctas) * rows_of_cta + (threadIdx.x >> args.lane_bits);
-    // Lanes of rows that do not exist take part in sums.
-    const bool exists = own < rows;
-    const unsigned row = exists ? own : 0;
-    const int head = row / unsigned(args.channels), channel = row % unsigned(args.channels);
-    const int group = row / unsigned(args.group_rows);
+    Storage* const states_of_unit = args.state.data + state_of_unit + first;
+    const bool several = 32 * VECTOR < MOST_STATES && stride < count;  // rounds
+    const int begin = int(blockIdx.z * args.steps);
+    const int end = begin + int(args.steps) < int(args.batches) ? begin + int(args.steps) : int(args.batches);
+    Chunk<float32, VECTOR> decay[TIED ? 1 : ROWS] = {};
+    Chunks chunks = {};
 
-    const unsigned skip = element(args.D.data, head * args.D.head + channel * args.D.channel, format(D_), args.D.data);
-    const unsigned shift =
-        element(args.bias.data, head * args.bias.head + channel * args.bias.channel, format(BIAS), args.bias.data);
-    Storage* const states_of_row = args.state.data + head * args.state_head + channel * args.state_channel;
-    const Offset x_row = row_offset(args.x), dt_row = row_offset(args.dt), z_row = row_offset(args.z);
-    const Offset out_row = head * Offset(args.out_head) + channel * Offset(args.out_channel);
-    const Offset A_row = head * Offset(args.A_head) + channel * Offset(args.A_channel);
-    const Offset B_row = group * Offset(args.B.group), C_row = group * Offset(args.C.group);
-
-    // The lane's states: VECTOR from `first` on, then `stride` further, CHUNKS times in a round.
-    const int count = int(args.states), first = lane * VECTOR, stride = lanes * VECTOR, round = stride * CHUNKS;
-    const bool several = round < count;
-    const int begin = int(slice * args.steps);
-    const int end = int(begin + args.steps < args.batches ? begin + args.steps : args.batches);
-    float decay[TIED ? 1 : CHUNKS][TIED ? 1 : VECTOR];
-
-    __device__ explicit StateUpdate(const Arguments& args) : args(args) {}
+    __device__ StateUpdate(const Arguments& args, Shared& shared) : Rows(args), shared(shared) {}
 
     __device__ void run() {
-#pragma unroll 1
-        for (int batch = begin; batch < end; batch++) {
-            const Inputs in = load_inputs(batch);
-            float sum = 0;
-#pragma unroll 1
-            for (int n = first; n - first < count; n += round) {
-                Chunks chunks;
-                load(chunks, in, n);
-                if constexpr (ALIGNED) prefetch_next(in, batch, n);
-                if ((!TIED && several) || batch == begin) load_decay(n);
-                update(chunks, in, n, sum);
-            }
-            store_output(in, batch, sum);
-        }
-    }
-
-    __device__ int format(Tensor tensor) const { return int(args.formats >> (2 * tensor)) & 3; }
-    __device__ Offset row_offset(const RowTensor& tensor) const {
-        return head * Offset(tensor.head) + channel * Offset(tensor.channel);
-    }
-    // Where the number of a state lies; in chunks they are neighbours.
-    __device__ static auto offset(int n, i64 distance) { return ALIGNED ? n : n * Offset(distance); }
-
-    __device__ Inputs load_inputs(int batch) const {
+        Round round = first_round(begin, slot_of(begin));
+        i64 next_slot = slot_of(begin + 1);
+        load(round);
         Inputs in;
-        i64 slot = batch;
-        if (args.indices.data) slot = load_index(args.indices.data, batch * args.indices.batch, args.flags & WIDE_INDICES);
-        in.active = exists && slot >= 0 && slot < args.state.slots;
-        in.states = states_of_row + (in.active ? slot : 0) * args.state.slot;
-        in.x = element(args.x.data, batch * Offset(args.x.batch) + x_row, format(X), in.active);
-        in.dt = element(args.dt.data, batch * Offset(args.dt.batch) + dt_row, format(DT), in.active);
-        in.z = element(args.z.data, batch * Offset(args.z.batch) + z_row, format(Z),
-                       args.z.data && in.active && lane == 0);
-        in.B = batch * Offset(args.B.batch) + B_row, in.C = batch * Offset(args.C.batch) + C_row;
-        return in;
-    }
-
-    __device__ void load(Chunks& chunks, const Inputs& in, int n) const {
-#pragma unroll
-        for (int k = 0; k < CHUNKS; k++) {
-            const int at = n + k * stride;
-            const bool wanted = in.active && at < count;
-            chunks.state[k] = read_states(in.states + offset(at, args.state_state), wanted);
-            chunks.B[k] = read_chunk<Input>(args.B.data, in.B + offset(at, args.B.state), format(B_), wanted);
-            chunks.C[k] = read_chunk<Input>(args.C.data, in.C + offset(at, args.C.state), format(C_), wanted);
-        }
-    }
-    // The next batch's states, unless an index would have to be waited for.
-    __device__ void prefetch_next(const Inputs& in, int batch, int n) const {
-#pragma unroll
-        for (int k = 0; k < CHUNKS; k++)
-            prefetch_state(in.states + args.state.slot + n + k * stride,
-                           exists && !args.indices.data && batch + 1 < end && n + k * stride < count);
-    }
-    __device__ void load_decay(int n) {
-        if constexpr (TIED) {
-            decay[0][0] = LOG2_E * widened(element(args.A, A_row, format(A_), true), format(A_));
-        } else {
-            Chunk<float32, VECTOR> chunk[CHUNKS];
-#pragma unroll
-            for (int k = 0; k < CHUNKS; k++) {
-                const int at = n + k * stride;
-                chunk[k] = read_chunk<float32>(args.A, A_row + offset(at, args.A_state), format(A_), at < count);
+        load_inputs(in, begin, round.active);
+        load_decays(first);
+        float sums[ROWS] = {};
+        Output output;
+#pragma unroll 1
+        while (round.batch < end) {
+            const bool is_last = !several || round.n - first + stride >= count;
+            Round next{round.batch, round.n + stride, round.active, round.states + stride};
+            if (is_last) {
+                next = first_round(round.batch + 1, next_slot);
+                next_slot = slot_of(round.batch + 2);
             }
+            if (round.n == first) {
+                const Once own_once = once_of(in, output);
+                if (lane_of_warp < rows_of_warp) shared.once[its_row] = own_once;
+                __syncwarp();
+            }
+            if (is_last) load_inputs(in, next.batch, next.active);
+            update(round, next, sums);
+            if (several) load_decays(next.n);
+            if (is_last) {
+                share_sums(sums, sums_of_unit);
+                __syncwarp();
+                store_output(round.batch, shared.sums[its_row], output, round.active, lane_of_warp < rows_of_warp);
 #pragma unroll
-            for (int k = 0; k < CHUNKS; k++)
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) decay[k][i] = LOG2_E * number(chunk[k], i, format(A_));
+                for (int r = 0; r < ROWS; r++) sums[r] = 0;
+            }
+            round = next;
         }
     }
 
-    __device__ void update(const Chunks& chunks, const Inputs& in, int n, float& sum) const {
-        const float raised = widened(in.dt, format(DT)) + widened(shift, format(BIAS));
-        const float size = chosen(args.flags & SOFTPLUS, softplus(raised), raised);
-        const float scaled = size * widened(in.x, format(X));
-        const float tied_gate = TIED ? fast_exp2(size * decay[0][0]) : 0.f;
+    __device__ i64 slot_of(int batch) const {
+        if (batch >= end) return -1;
+        if (!args.indices.data) return batch;
+        return load_index(args.indices.data, batch * args.indices.batch, args.flags & WIDE_INDICES);
+    }
+    __device__ Round first_round(int batch, i64 slot) const {
+        const bool active = u64(slot) < u64(args.state.slots);
+        return {batch, first, active, states_of_unit + (active ? unsigned(slot) : 0u) * args.state.slot};
+    }
+    // How many rows of a round there are.
+    __device__ int rows_of(const Round& round) const { return round.active && round.n < count ? unit_rows : 0; }
+
+    __device__ void load(const Round& round) {
+        load_projections(chunks.B, chunks.C, round.batch, round.n, round.active);
 #pragma unroll
-        for (int k = 0; k < CHUNKS; k++) {
-            float now[VECTOR];
+        for (int r = 0; r < ROWS; r++)
+            load_states(chunks.state[r], round.states + r * args.state_channel, r < rows_of(round));
+    }
+    __device__ void load_decays(int n) {
+        if constexpr (!TIED)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) load_decay(decay[r], r, n);
+    }
+
+    // Computes a round, and loads the next one.
+    __device__ void update(const Round& round, const Round& next, float (&sums)[ROWS]) {
+        const int rows = rows_of(round), next_rows = rows_of(next);
+        float B[VECTOR], C[VECTOR];
+#pragma unroll
+        for (int i = 0; i < VECTOR; i++) B[i] = number(chunks.B, i, format(B_)), C[i] = number(chunks.C, i, format(C_));
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            const float factor = once[r].gate, scaled = once[r].scaled;
+            float now[VECTOR], sum = 0;
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
-                const float gate = TIED ? tied_gate : fast_exp2(size * decay[TIED ? 0 : k][TIED ? 0 : i]);
-                now[i] = gate * chunks.state[k].get(i) + scaled * number(chunks.B[k], i, format(B_));
-                sum += number(chunks.C[k], i, format(C_)) * now[i];
+                const float gate = TIED ? factor : fast_exp2(factor * number(decay[TIED ? 0 : r], i, format(A_)));
+                now[i] = gate * chunks.state[r].get(i) + scaled * B[i];
+                sum += C[i] * now[i];
             }
-            const int at = n + k * stride;
-            if (in.active && at < count) write_states(in.states + offset(at, args.state_state), now, nullptr, 0, 0);
+            store_states(round.states + r * args.state_channel, now, r < rows);
+            sums[r] += round.n < count ? sum : 0.f;
+            load_states(chunks.state[r], next.states + r * args.state_channel, r < next_rows);
         }
-    }
-
-    __device__ void store_output(const Inputs& in, int batch, float sum) const {
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            if (distance < lanes) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-        const float y = sum + widened(skip, format(D_)) * widened(in.x, format(X));
-        const float gate = widened(in.z, format(Z));
-        const float gated = chosen(args.z.data != nullptr, y * (gate * sigmoid(gate)), y);
-        write(args.out, batch * Offset(args.out_batch) + out_row, format(X), chosen(in.active, gated, 0.f),
-              lane == 0 && exists);
+        load_projections(chunks.B, chunks.C, next.batch, next.n, next.active);
     }
 };
 
@@ -177,6 +143,7 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                        i64 out_head, i64 out_channel, i64 A_head, i64 A_channel, i64 A_state, i64 B_batch, i64 B_group,
                        i64 B_state, i64 C_batch, i64 C_group, i64 C_state, i64 D_head, i64 D_channel, i64 bias_head,
                        i64 bias_channel, i64 indices_batch) {
+    __shared__ Shared shared[WARPS];
     StateUpdate({{state, slots, state_slot}, state_head, state_channel, state_state, {},
                  {x, x_batch, x_head, x_channel},
                  {dt, dt_batch, dt_head, dt_channel},
@@ -187,6 +154,7 @@ selective_state_update(Storage* state, const void* x, const void* dt, const void
                  {D, D_head, D_channel},
                  {bias, bias_head, bias_channel},
                  {indices, indices_batch}, {}, nullptr, out, out_batch, out_head, out_channel,
-                 batches, heads, channels, states, group_rows, -1, lane_bits, formats, flags, steps})
+                 batches, heads, channels, states, group_rows, -1, lane_bits, formats, flags, steps},
+                shared[threadIdx.x / 32])
         .run();
 }

@@ -27,8 +27,22 @@ struct OffsetOf<true> {
 using Offset = OffsetOf<bool(ALIGNED)>::Type;
 
 enum Format : int { FLOAT32, BFLOAT16, FLOAT16 };
+template <class E>
+struct FormatOf {
+    enum : int { VALUE = FLOAT32 };
+};
+template <>
+struct FormatOf<bfloat16> {
+    enum : int { VALUE = BFLOAT16 };
+};
+template <>
+struct FormatOf<float16> {
+    enum : int { VALUE = FLOAT16 };
+};
+enum : int { FORMAT_OF_INPUTS = FormatOf<Input>::VALUE };
 // Places of the tensors in `formats`.
 enum Tensor : int { X, DT, A_, B_, C_, D_, Z, BIAS };
+enum : int { MOST_STATES = 256 };  // of a row
 // Bits of the argument `flags`.
 enum : i64 {
     SOFTPLUS = 1,
@@ -43,6 +57,11 @@ __device__ inline unsigned element(const void* from, i64 index, int format, bool
     const bool wide = format == FLOAT32;
     return load_element(static_cast<const char*>(from) + (index << (wide ? 2 : 1)), wide, wanted);
 }
+// The same into bits that stay as they are where it is not wanted.
+__device__ inline void load_element(unsigned& bits, const void* from, i64 index, int format, bool wanted) {
+    const bool wide = format == FLOAT32;
+    load_bits(bits, static_cast<const char*>(from) + (index << (wide ? 2 : 1)), wide, wanted);
+}
 __device__ inline float widened(unsigned bits, int format) {
     const float narrow = chosen(format == BFLOAT16, bfloat16::widen(bits), float16::widen(bits));
     return chosen(format == FLOAT32, float32::widen(bits), narrow);
@@ -53,10 +72,9 @@ __device__ inline void write(void* to, i64 index, int format, float x, bool want
     store_element(static_cast<char*>(to) + (index << (wide ? 2 : 1)), wide ? float32::narrow(x) : narrow, wide, wanted);
 }
 
-// Numbers of A, B or C that belong to a chunk of states.
+// Numbers of A, B or C that belong to a chunk of states. What is not wanted stays as it was.
 template <class Of>
-__device__ Chunk<Of, VECTOR> read_chunk(const void* from, i64 index, int format, bool wanted) {
-    Chunk<Of, VECTOR> chunk = {};
+__device__ void load_chunk(Chunk<Of, VECTOR>& chunk, const void* from, i64 index, int format, bool wanted) {
     if constexpr (!ALIGNED) {
         chunk.word[0] = element(from, index, format, wanted);
     } else {
@@ -67,34 +85,29 @@ __device__ Chunk<Of, VECTOR> read_chunk(const void* from, i64 index, int format,
             load_words(*reinterpret_cast<unsigned(*)[AT_ONCE]>(chunk.word + w),
                        reinterpret_cast<const unsigned*>(at) + w, wanted);
     }
-    return chunk;
 }
 template <class Of>
 __device__ float number(const Chunk<Of, VECTOR>& chunk, int i, int format) {
     return ALIGNED ? chunk.get(i) : widened(chunk.word[0], format);
 }
 
-__device__ inline Chunk<Element, VECTOR> read_states(const Storage* from, bool wanted) {
-    Chunk<Element, VECTOR> chunk = {};
+// What is not wanted stays as it was.
+__device__ inline void load_states(Chunk<Element, VECTOR>& chunk, const Storage* from, bool wanted) {
     if constexpr (ALIGNED) load_state(*reinterpret_cast<unsigned(*)[4]>(chunk.word), from, wanted);
     else if (wanted) chunk.put(0, *from);
-    return chunk;
 }
-// Where `seed` is not null, rounded at random; `key` is that of the row, and n the number of the first state.
-__device__ inline void write_states(Storage* to, float (&states)[VECTOR], const i64* seed, unsigned key, int n) {
-    if constexpr (sizeof(Storage) == 2)
-        if (seed)
+__device__ inline void store_states(Storage* to, const float (&states)[VECTOR], bool wanted) {
+    Chunk<Element, VECTOR> chunk;
+    chunk.set(states);
+    if constexpr (ALIGNED) store_state(to, *reinterpret_cast<unsigned(*)[4]>(chunk.word), wanted);
+    else if (wanted) *to = Storage(chunk.bits(0));
+}
+// `key` is that of the row, and n the number of the first state.
+__device__ inline void round_at_random(float (&states)[VECTOR], unsigned key, int n) {
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) {
-                const unsigned word = random_word(key, n / 2 + i / 2);
-                states[i] = rounded_at_random<Element>(states[i], (ALIGNED ? i : n) % 2 ? word >> 16 : word & 0xffffu);
-            }
-    if constexpr (ALIGNED) {
-        Chunk<Element, VECTOR> chunk;
-        chunk.set(states);
-        put_words(to, chunk);
-    } else {
-        *to = Element::narrow(states[0]);
+    for (int i = 0; i < VECTOR; i++) {
+        const unsigned word = random_word(key, n / 2 + i / 2);
+        states[i] = rounded_at_random<Element>(states[i], (ALIGNED ? i : n) % 2 ? word >> 16 : word & 0xffffu);
     }
 }
 
@@ -141,3 +154,9 @@ struct Arguments {
 };
 
 __device__ inline bool is_slot(i64 slot, i64 slots, i64 pad_slot) { return slot >= 0 && slot < slots && slot != pad_slot; }
+
+// The format of a tensor, which is that of INPUTS in an ALIGNED kernel, but for A, D and the bias.
+__device__ inline int format_of(const Arguments& args, Tensor tensor) {
+    if (ALIGNED && tensor != A_ && tensor != D_ && tensor != BIAS) return FORMAT_OF_INPUTS;
+    return int(args.formats >> (2 * tensor)) & 3;
+}

@@ -10,28 +10,25 @@
 // Traffic of a state: its bytes once to be read, and once for each slot that it is written to. All else is small, and comes from
 // the caches. What counts is instructions: a few tokens of a sequence take several times those of one, for the same bytes.
 //
-// A warp has rows_of_warp neighbouring rows, at most 32, for `steps` batches, one after the other. 2^lane_bits lanes share ROWS
-// of its rows, and a lane has the same CHUNKS chunks of each, so that what it reads of B and C serves all of them:
+// A lane has the same CHUNKS chunks of each row of its unit (rows.cuh):
 //
 //     row 0 to ROWS - 1   lane 0 | lane 1 | … | lane 0 | lane 1 | …
 //                             chunk 0             chunk 1
 //
-// TOKENS tokens at a time, or one if the states after each token are written. First a lane computes for one row, which it keeps,
-// and for some of the tokens what all lanes of the row need: the step size and the gates, which go to shared memory. Then each
-// lane steps through the tokens. Then sums of all its rows and tokens go over the lanes at once, and each lane writes outputs
-// of the row and tokens that it had at first.
-#include "tensors.cuh"
+// A warp stays with its rows for `steps` sequences, one after the other. It takes TOKENS tokens at a time, or one if the states after
+// each token are written: it loads all that they read, computes what a row needs once for each of its rows and tokens, steps
+// through the tokens, adds up the sums of all rows and tokens at once, and writes the outputs. Meanwhile the next sequence's states
+// come to the L2 cache.
+#include "rows.cuh"
 
-enum : int { TOKENS = ALIGNED ? 4 : 1, SUMS = TOKENS * ROWS };
-
-// What lanes of a row need of one token.
-struct Once {
-    float gate;    // of the states, if TIED; else what A is multiplied by
-    float scaled;  // the step size times x
-    float skip, silu;
+enum : int {
+    TOKENS = ALIGNED ? 4 : 1,
+    SUMS = TOKENS * ROWS,
+    PASSES = TOKENS,  // of a warp over its rows and tokens, at most
 };
+
 struct Shared {
-    Once once[TOKENS][32];  // [token][row]
+    Once once[TOKENS][32];  // [token][row of the warp]
     float sums[32 * TOKENS];
 };
 // Chunks of a lane's B and C for all tokens.
@@ -43,83 +40,59 @@ struct Sequence {
     int slot, begin, end;
 };
 
-struct TokensUpdate {
-    const Arguments& args;
+struct TokensUpdate : Rows {
     Shared& shared;
 
-    const int lanes = 1 << args.lane_bits, lane_of_warp = threadIdx.x % 32, lane = lane_of_warp & (lanes - 1);
-    const unsigned rows = unsigned(args.heads * args.channels);
-    const int rows_of_warp = (32 >> args.lane_bits) * ROWS;
-    const unsigned ctas = (rows + WARPS * rows_of_warp - 1) / (WARPS * rows_of_warp);
-    const int slice = blockIdx.x / ctas;
-    const int first_row = (blockIdx.x - slice * ctas) * WARPS * rows_of_warp + threadIdx.x / 32 * rows_of_warp;
+    // The first token for which the lane computes what its one row needs, and how many tokens are between those that it has.
+    const int its_token = lane_of_warp / unsigned(rows_of_warp), tokens_of_pass = 32 / unsigned(rows_of_warp);
 
-    // The lane's ROWS rows, which are neighbours in one head. Lanes of rows that do not exist take part in sums.
-    const int sharing = lane_of_warp >> args.lane_bits, own = first_row + sharing * ROWS;
-    const bool exists = unsigned(own) < rows;
-    const unsigned row = exists ? own : 0;
-    const int head = row / unsigned(args.channels), channel = row - head * unsigned(args.channels);
-    const int group = row / unsigned(args.group_rows);
-    const i64 state_row = head * args.state_head + channel * args.state_channel;
-    const int count = int(args.states), first = lane * VECTOR, stride = lanes * VECTOR;
+    float states[ROWS][CHUNKS][VECTOR];  // after a load, the words that hold them, as they lie in memory
+    Chunk<float32, VECTOR> decay[TIED ? 1 : ROWS][TIED ? 1 : CHUNKS] = {};
 
-    // The one row for which the lane computes what is needed once a token, and its first token.
-    const int its_row = lane_of_warp % rows_of_warp, its_token = lane_of_warp / rows_of_warp;
-    const int tokens_at_once = 32 / rows_of_warp;
-    const bool its_exists = unsigned(first_row + its_row) < rows;
-    const unsigned once_row = its_exists ? first_row + its_row : 0;
-    const int once_head = once_row / unsigned(args.channels), once_channel = once_row - once_head * unsigned(args.channels);
-    const Offset x_row = offset_of(args.x), dt_row = offset_of(args.dt), z_row = offset_of(args.z);
-    const Offset out_row = once_head * Offset(args.out_head) + once_channel * Offset(args.out_channel);
-    const float skip = number_of({args.D, D_}), shift = number_of({args.bias, BIAS});
-    const float tied_decay =
-        TIED ? LOG2_E * number_of({{args.A, args.A_head, args.A_channel}, A_}) : 0.f;
-
-    float states[ROWS][CHUNKS][VECTOR];
-    float decay[TIED ? 1 : ROWS][TIED ? 1 : CHUNKS][TIED ? 1 : VECTOR];
-
-    __device__ TokensUpdate(const Arguments& args, Shared& shared) : args(args), shared(shared) {}
+    __device__ TokensUpdate(const Arguments& args, Shared& shared) : Rows(args), shared(shared) {}
 
     __device__ void run() {
         const int at_once = args.flags & EVERY_TOKEN ? 1 : int(TOKENS);
-        const i64 end = (slice + 1) * args.steps < args.batches ? (slice + 1) * args.steps : args.batches;
-        load_decay();
+        const int begin = int(blockIdx.z * args.steps);
+        const int end = begin + int(args.steps) < int(args.batches) ? begin + int(args.steps) : int(args.batches);
+        if constexpr (!TIED)
+#pragma unroll
+            for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                for (int k = 0; k < CHUNKS; k++) load_decay(decay[r][k], r, first + k * stride);
+        Sequence next = load_sequence(begin);
 #pragma unroll 1
-        for (int batch = int(slice * args.steps); batch < end; batch++) {
-            const Sequence sequence = load_sequence(batch);
+        for (int batch = begin; batch < end; batch++) {
+            const Sequence sequence = next;
+            if (batch + 1 < end) next = load_sequence(batch + 1);
 #pragma unroll 1
             for (int token = sequence.begin; token < sequence.end; token += at_once) {
                 const int tokens = sequence.end - token < at_once ? sequence.end - token : at_once;
-                if (token == sequence.begin) load_states(sequence);
-                Projections chunks;
-                load_projections(chunks, token, tokens);
+                const bool is_first = token == sequence.begin;
+                if (is_first) load_states(sequence);
                 const int dst_slot = destination(sequence, batch, token + tokens - 1);
-                share_once(sequence, token, tokens);
+                const Projections chunks = load_tokens(sequence, token, tokens);
+                Output outputs[PASSES];
+                share_once(sequence, token, tokens, outputs);
+                if (is_first && batch + 1 < end) prefetch_states(next);
+                if (is_first) widen_states();
                 __syncwarp();
                 float sums[SUMS] = {};
 #pragma unroll
                 for (int t = 0; t < TOKENS; t++)
                     if (t < tokens) update(chunks, t, sums);
-                if (exists && dst_slot >= 0) store_states(dst_slot);
-                share_sums(sums);
+                if (dst_slot >= 0) write_all(dst_slot);
+                share_sums(sums, shared.sums + unit_of_warp * SUMS);
                 __syncwarp();
-                store_outputs(sequence, token, tokens);
+#pragma unroll
+                for (int i = 0; i < PASSES; i++) {
+                    const int t = its_token + i * tokens_of_pass;
+                    if (i * tokens_of_pass >= tokens) break;
+                    const float sum = shared.sums[its_row / ROWS * SUMS + (t < TOKENS ? t : 0) * ROWS + its_row % ROWS];
+                    store_output(token + t, sum, outputs[i], sequence.slot >= 0, t < tokens);
+                }
             }
         }
-    }
-
-    struct RowNumber {
-        SharedTensor tensor;
-        Tensor which;
-    };
-    __device__ int format(Tensor tensor) const { return int(args.formats >> (2 * tensor)) & 3; }
-    __device__ static auto offset(int n, i64 distance) { return ALIGNED ? n : n * Offset(distance); }
-    __device__ Offset offset_of(const RowTensor& tensor) const {
-        return once_head * Offset(tensor.head) + once_channel * Offset(tensor.channel);
-    }
-    __device__ float number_of(const RowNumber& of) const {
-        const Offset at = once_head * Offset(of.tensor.head) + once_channel * Offset(of.tensor.channel);
-        return widened(element(of.tensor.data, at, format(of.which), of.tensor.data), format(of.which));
     }
 
     __device__ Sequence load_sequence(int batch) const {
@@ -153,136 +126,109 @@ struct TokensUpdate {
         return is_slot(to, args.dst_state.slots, args.pad_slot) ? int(to) : -1;
     }
 
-    __device__ void load_decay() {
-        if constexpr (!TIED) {
-            const Offset from = head * Offset(args.A_head) + channel * Offset(args.A_channel);
+    __device__ const Storage* states_of(const Sequence& sequence) const {
+        return args.state.data + state_of_unit + (sequence.slot < 0 ? 0 : sequence.slot) * args.state.slot;
+    }
+    __device__ int rows_of(const Sequence& sequence, int n) const { return sequence.slot >= 0 && n < count ? unit_rows : 0; }
+
+    __device__ void prefetch_states(const Sequence& sequence) const {
+        if constexpr (ALIGNED)
 #pragma unroll
             for (int r = 0; r < ROWS; r++)
-#pragma unroll
-                for (int k = 0; k < CHUNKS; k++) {
-                    const int n = first + k * stride;
-                    const Offset at = from + r * Offset(args.A_channel) + offset(n, args.A_state);
-                    const auto chunk = read_chunk<float32>(args.A, at, format(A_), n < count);
-#pragma unroll
-                    for (int i = 0; i < VECTOR; i++) decay[r][k][i] = number(chunk, i, format(A_));
-                }
-        }
+                prefetch_state(states_of(sequence) + r * args.state_channel + first, r < rows_of(sequence, first));
     }
     __device__ void load_states(const Sequence& sequence) {
-        const bool active = exists && sequence.slot >= 0;
-        const Storage* const from = args.state.data + state_row + (active ? sequence.slot : 0) * args.state.slot;
-        Chunk<Element, VECTOR> chunks[ROWS][CHUNKS];
+        const Storage* const from = states_of(sequence);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++) {
                 const int n = first + k * stride;
-                chunks[r][k] = read_states(from + r * args.state_channel + offset(n, args.state_state), active && n < count);
+                Chunk<Element, VECTOR> chunk = {};
+                ::load_states(chunk, from + r * args.state_channel + offset(n, args.state_state), r < rows_of(sequence, n));
+#pragma unroll
+                for (int w = 0; w < chunk.WORDS; w++) states[r][k][w] = __uint_as_float(chunk.word[w]);
             }
+    }
+    __device__ void widen_states() {
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
+#pragma unroll
+            for (int k = 0; k < CHUNKS; k++) {
+                Chunk<Element, VECTOR> chunk;
+#pragma unroll
+                for (int w = 0; w < chunk.WORDS; w++) chunk.word[w] = __float_as_uint(states[r][k][w]);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) states[r][k][i] = chunk.get(i);
+            }
+    }
+    __device__ Projections load_tokens(const Sequence& sequence, int token, int tokens) const {
+        Projections chunks = {};
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++)
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) states[r][k][i] = chunks[r][k].get(i);
+                load_projections(chunks.B[t][k], chunks.C[t][k], token + t, first + k * stride, sequence.slot >= 0 && t < tokens);
+        return chunks;
     }
-    __device__ void load_projections(Projections& chunks, int token, int tokens) const {
+    __device__ void share_once(const Sequence& sequence, int token, int tokens, Output (&outputs)[PASSES]) const {
+        Inputs in[PASSES];
 #pragma unroll
-        for (int t = 0; t < TOKENS; t++) {
-            const Offset B = (token + t) * Offset(args.B.batch) + group * Offset(args.B.group);
-            const Offset C = (token + t) * Offset(args.C.batch) + group * Offset(args.C.group);
-#pragma unroll
-            for (int k = 0; k < CHUNKS; k++) {
-                const int n = first + k * stride;
-                const bool wanted = t < tokens && n < count;
-                chunks.B[t][k] = read_chunk<Input>(args.B.data, B + offset(n, args.B.state), format(B_), wanted);
-                chunks.C[t][k] = read_chunk<Input>(args.C.data, C + offset(n, args.C.state), format(C_), wanted);
-            }
+        for (int i = 0; i < PASSES; i++) {
+            const int t = its_token + i * tokens_of_pass;
+            if (i * tokens_of_pass >= tokens) break;
+            load_inputs(in[i], token + t, sequence.slot >= 0 && t < tokens);
         }
-    }
-
-    __device__ void share_once(const Sequence& sequence, int token, int tokens) const {
-        const bool active = its_exists && sequence.slot >= 0;
-#pragma unroll 1
-        for (int t = its_token; t < tokens; t += tokens_at_once) {
-            const unsigned x_bits = element(args.x.data, (token + t) * Offset(args.x.batch) + x_row, format(X), active);
-            const unsigned dt_bits = element(args.dt.data, (token + t) * Offset(args.dt.batch) + dt_row, format(DT), active);
-            const unsigned z_bits =
-                element(args.z.data, (token + t) * Offset(args.z.batch) + z_row, format(Z), active && args.z.data);
-            const float raised = widened(dt_bits, format(DT)) + shift;
-            const float size = chosen(args.flags & SOFTPLUS, softplus(raised), raised);
-            const float x = widened(x_bits, format(X)), z = widened(z_bits, format(Z));
-            const float gate = TIED ? fast_exp2(size * tied_decay) : LOG2_E * size;
-            shared.once[t][its_row] = {gate, size * x, skip * x, chosen(args.z.data != nullptr, z * sigmoid(z), 1.f)};
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            const int t = its_token + i * tokens_of_pass;
+            if (i * tokens_of_pass >= tokens) break;
+            const Once once = once_of(in[i], outputs[i]);
+            if (t < TOKENS) shared.once[t][its_row] = once;
         }
     }
     __device__ void update(const Projections& chunks, int t, float (&sums)[SUMS]) {
+        const Once* const once = shared.once[t] + unit_of_warp * ROWS;
+        float B[CHUNKS][VECTOR], C[CHUNKS][VECTOR];
+#pragma unroll
+        for (int k = 0; k < CHUNKS; k++)
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++)
+                B[k][i] = number(chunks.B[t][k], i, format(B_)), C[k][i] = number(chunks.C[t][k], i, format(C_));
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const Once& once = shared.once[t][sharing * ROWS + r];
-            const float gate = once.gate, scaled = once.scaled;
+            const float factor = once[r].gate, scaled = once[r].scaled;
+            float sum = 0;
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++)
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) {
                     float& state = states[r][k][i];
-                    const float kept = TIED ? gate : fast_exp2(gate * decay[TIED ? 0 : r][TIED ? 0 : k][TIED ? 0 : i]);
-                    state = kept * state + scaled * number(chunks.B[t][k], i, format(B_));
-                    sums[t * ROWS + r] += number(chunks.C[t][k], i, format(C_)) * state;
+                    const float gate =
+                        TIED ? factor : fast_exp2(factor * number(decay[TIED ? 0 : r][TIED ? 0 : k], i, format(A_)));
+                    state = gate * state + scaled * B[k][i];
+                    sum += C[k][i] * state;
                 }
+            sums[t * ROWS + r] = sum;
         }
     }
-    __device__ void store_states(int dst_slot) const {
+    __device__ void write_all(int dst_slot) const {
         Storage* const pool = args.dst_state.data ? args.dst_state.data : args.state.data;
-        Storage* const to = pool + dst_slot * args.dst_state.slot + state_row;
+        Storage* const to = pool + dst_slot * args.dst_state.slot + state_of_unit;
+        const bool at_random = sizeof(Storage) == 2 && args.seed;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const unsigned key = sizeof(Storage) == 2 && args.seed ? random_key(*args.seed, dst_slot, row + r) : 0;
+            const unsigned row = first_of_section + first_of_warp + own + r;
+            const unsigned key = at_random ? random_key(*args.seed, dst_slot, row) : 0;
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++) {
                 const int n = first + k * stride;
                 float now[VECTOR];
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) now[i] = states[r][k][i];
-                if (n < count)
-                    write_states(to + r * args.state_channel + offset(n, args.state_state), now, args.seed, key, n);
+                if (at_random) round_at_random(now, key, n);
+                store_states(to + r * args.state_channel + offset(n, args.state_state), now, n < count && r < unit_rows);
             }
-        }
-    }
-
-    // Each sum over the lanes of a row. While lanes have several, a lane gives half of them away for the other half of its
-    // neighbour's.
-    __device__ void share_sums(float (&sums)[SUMS]) const {
-        int number = 0, left = SUMS;
-#pragma unroll
-        for (int half = SUMS / 2; half > 0; half /= 2) {
-            const int distance = SUMS / 2 / half;
-            if (distance < lanes) {
-                const bool upper = lane & distance;
-#pragma unroll
-                for (int i = 0; i < half; i++) {
-                    const float away = upper ? sums[i] : sums[i + half];
-                    sums[i] = (upper ? sums[i + half] : sums[i]) + __shfl_xor_sync(0xffffffffu, away, distance);
-                }
-                number += upper ? half : 0;
-                left = half;
-            }
-        }
-#pragma unroll
-        for (int distance = SUMS; distance < 32; distance *= 2)
-            if (distance < lanes) sums[0] += __shfl_xor_sync(0xffffffffu, sums[0], distance);
-        float* const to = shared.sums + sharing * SUMS + number;
-#pragma unroll
-        for (int i = 0; i < SUMS; i++)
-            if (i < left && lane < SUMS) to[i] = sums[i];
-    }
-    __device__ void store_outputs(const Sequence& sequence, int token, int tokens) const {
-#pragma unroll 1
-        for (int t = its_token; t < tokens; t += tokens_at_once) {
-            const float sum = shared.sums[its_row / ROWS * SUMS + t * ROWS + its_row % ROWS];
-            const float y = (sum + shared.once[t][its_row].skip) * shared.once[t][its_row].silu;
-            write(args.out, (token + t) * Offset(args.out_batch) + out_row, format(X), chosen(sequence.slot >= 0, y, 0.f),
-                  its_exists);
         }
     }
 };

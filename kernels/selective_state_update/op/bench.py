@@ -31,7 +31,7 @@ USUAL = tuple(
     f"{kind}:{batch},{sizes}:{dtype}{tokens}"
     for kind, sizes in (("channels", "8192,16"), ("heads", "128,64,128"))
     for dtype in ("float32", "bfloat16")
-    for tokens, batches in (("", _BATCHES), (":tokens=4", (64,)))
+    for tokens, batches in (("", _BATCHES), (":tokens=4", _BATCHES[2:]))
     for batch in batches
 )
 ON_CPU = ("channels:4,256,16:float32",)
@@ -97,11 +97,23 @@ class Case:
         return self.kind, ", ".join(filter(None, [self.sizes, self.options])), self.dtype
 
     def moves(self, direction: str) -> tuple[int, int]:
-        """The state, there and back."""
+        """As a copy does: nearly all is the state, there and back."""
         return 1, 1
 
     def traffic(self, direction: str) -> int:
-        return 2 * prod(self.shape) * ITEM_SIZE[self.dtype]
+        """The state, there and back; of each token x, z, the output, dt, B and C; and A, D and the bias once."""
+        batch, *channels, states = self.shape
+        rows, of_head = (
+            prod(channels),
+            channels[0],
+        )  # without heads, each channel has numbers of its own
+        of_token = 3 * rows + of_head + 2 * states
+        of_A = of_head if self.kind == "heads" else rows * states
+        return (
+            2 * prod(self.shape) * ITEM_SIZE[self.dtype]
+            + batch * self.tokens * of_token * ITEM_SIZE[self.inputs]
+            + (of_A + 2 * of_head) * ITEM_SIZE["float32"]
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "shape": list(self.shape)}

@@ -105,7 +105,7 @@ def make_kernel_call(
         states=state.shape[-1],
         groups=arguments.B.shape[1] if arguments.B.dim() == 3 else 1,
         slots=state.shape[0],
-        dtypes=tuple("float32" if t is None else dtype_name(t.dtype) for t in formatted),
+        dtypes=tuple(dtype_name((x if t is None else t).dtype) for t in formatted),
         strides=tuple(
             stride for name in DIMENSIONS for stride in _strides(name, named[name], state)
         ),

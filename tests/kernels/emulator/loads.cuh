@@ -14,6 +14,9 @@ inline unsigned load_element(const void* from, bool wide, bool wanted) {
     if (!wanted) return 0;
     return wide ? emulated_load<unsigned>(from) : emulated_load<unsigned short>(from);
 }
+inline void load_bits(unsigned& bits, const void* from, bool wide, bool wanted) {
+    if (wanted) bits = load_element(from, wide, true);
+}
 template <int N>
 void load_words(unsigned (&to)[N], const void* from, bool wanted) {
     if (!wanted) return;
@@ -21,6 +24,11 @@ void load_words(unsigned (&to)[N], const void* from, bool wanted) {
     std::memcpy(to, from, sizeof to);
 }
 inline void load_state(unsigned (&to)[4], const void* from, bool wanted) { load_words(to, from, wanted); }
+inline void store_state(void* to, const unsigned (&from)[4], bool wanted) {
+    if (!wanted) return;
+    if (std::uintptr_t(to) % sizeof from) emulator::fail("a store is not aligned");
+    std::memcpy(to, from, sizeof from);
+}
 inline i64 load_index(const void* from, i64 index, bool wide) {
     return wide ? static_cast<const i64*>(from)[index] : static_cast<const int*>(from)[index];
 }

@@ -18,7 +18,6 @@ from scan_registry.kernels.selective_state_update.op.arguments import Arguments,
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.ops.launching import addresses_of
 
-KERNEL, _ = FAMILY.kernels
 #: What servers add.
 SERVED = dict.fromkeys(("dst_state", "dst_indices", "seed", "cu_seqlens", "num_accepted"))
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -102,6 +101,7 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "B off a boundary": (lambda: altered(mamba(), B=off), "generic"),
     "A in bfloat16": (lambda: altered(mamba(), A=Tensor.bfloat16), "generic"),
     "A of each channel": (lambda: altered(mamba_2(), A=torch.clone), "aligned"),
+    "x in another dtype": (lambda: altered(mamba(torch.bfloat16), x=Tensor.float), "generic"),
     "B and C of two dtypes": (lambda: altered(mamba(torch.bfloat16), B=Tensor.float), "generic"),
     "an odd number of states": (
         lambda: altered(mamba(), **dict.fromkeys(("state", "A", "B", "C"), lambda t: t[..., :13])),
@@ -127,11 +127,12 @@ def test_matches_plain_torch(
     call = plans.make_kernel_call(
         check(tuple(given), softplus, -1, "auto"), softplus, -1, addresses_of(chunked)
     )
-    variant = best(KERNEL, call.problem)
+    kernel = FAMILY.kernel(call.problem.kernel, "cuda")
+    variant = best(kernel, call.problem)
     assert variant.text("access") == access
     out = torch.empty_like(given.x)
-    tensors = dict(zip(KERNEL.pointers, (*given, out), strict=True))
-    cuda_emulator.emulated(KERNEL, variant, tmp_path).run(call.problem, tensors, 0)
+    tensors = dict(zip(kernel.pointers, (*given, out), strict=True))
+    cuda_emulator.emulated(kernel, variant, tmp_path).run(call.problem, tensors, 0)
     for found, exact in ((out, expected), (given.state, wide[0])):
         assert (found.double() - exact).norm() <= TOLERANCE[found.dtype] * exact.norm()
 
@@ -142,4 +143,5 @@ def test_tensors_that_offsets_of_32_bits_do_not_reach_are_not_aligned() -> None:
     call = plans.make_kernel_call(given._replace(x=far), False, -1, 0)
     assert call.problem.large
     assert not plans.make_kernel_call(given, False, -1, 0).problem.large
-    assert {variant.text("access") for variant in taken(KERNEL, call.problem)} == {"generic"}
+    kernel = FAMILY.kernel(call.problem.kernel, "cuda")
+    assert {variant.text("access") for variant in taken(kernel, call.problem)} == {"generic"}
