@@ -38,6 +38,12 @@ MAMBA_SSM = {
     "time_last:1,8192,16384,16:bfloat16": (3.022, 10.17),
     "time_last:8,1024,4096,64:bfloat16": (2.062, 9.391),
 }
+#: Few channels, short sequences and few states, which have no targets.
+FURTHER = (
+    *("time_last:128,192,197,8:bfloat16", "time_last:4,1536,1000,16:float32"),
+    *("time_last:16,384,3136,16:float16", "time_last:2,1536,2048,16:bfloat16"),
+    "time_last:8,1536,512,16:bfloat16",
+)
 #: How many times as fast the kernels are to be, forward and backward.
 FACTORS = (2.5, 3.0)
 
@@ -177,7 +183,7 @@ class MambaSsm:
 class SelectiveScanBenchmark(benchmark.Benchmark):
     """Scans of the sizes of Mamba's blocks, each with what it is to take at most."""
 
-    case_type, usual = Case, (tuple(MAMBA_SSM), ON_CPU)
+    case_type, usual = Case, ((*MAMBA_SSM, *FURTHER), ON_CPU)
     subject = "selective scans"
     description = (
         "Times the forward and the backward pass of selective scans with D, a bias, softplus and, unless a case says "
@@ -185,7 +191,7 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
     )
     case_help = (
         "layout:batch,channels,time,states:dtype, to which :gate=none and :groups=N may be added; may repeat. "
-        "Default: those of the project's performance targets"
+        "Default: those of the project's performance targets, and others of few channels, short sequences or few states"
     )
     columns = ("layout", "B, D, T, N~", "dtype")
     backends = (("cuda",), ("auto",))
