@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.kernels.model import ITEM_SIZE
 
 Direction = Literal["forward", "adjoint", "backward"]
 Layout = Literal["time_last", "channel_last"]
@@ -43,6 +44,11 @@ INTERVAL = 32
 MOST_STATES = 256
 #: Channels of a warp, forwards and backwards.
 WARP_CHANNELS = 16
+#: Channels of a CTA of the forward pass whose warps take turns over time.
+TURNS_CHANNELS = 8
+#: Where that is faster on 132 SMs (notes/README.md): from so many steps on, and, by bytes of an element, for more rows than the
+#: first number and at most the second. Rows are channels of all batches.
+TURNS_TIME, TURNS_ROWS = 1000, {2: (2_640, 6_336), 4: (4_224, 6_336)}
 #: States that the backward pass works on at a time; and warps of its CTAs, of one block of states and of several.
 BLOCK_STATES, WARPS_OF_ONE, WARPS_OF_SEVERAL = 16, 4, 2
 #: Floats that a thread of the backward pass keeps of each block of states, if there are several.
@@ -129,6 +135,17 @@ class SelectiveScanProblem:
         though to cut costs a seventh more."""
         ctas = self.ctas_of_group * self.groups * self.batch * max(1, self.sequences)
         return self._evenest(ctas, self.ctas_of_sm, 0.8, lambda parts: 1.15, sms)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the forward pass is faster where warps take turns over time, on a GPU that has such a kernel."""
+        along_time = (
+            self.layout == "time_last" and self.aligned and all(self.whole) and not self.sequences
+        )
+        if not along_time or self.time < TURNS_TIME or self.states > BLOCK_STATES:
+            return False
+        more, most = TURNS_ROWS[ITEM_SIZE[self.dtype]]
+        return more < self.batch * self.channels <= most
 
     def forward_parts_for(self, sms: int) -> int:
         """The same for the forward pass of up to 16 states, where to cut takes up to twice the time."""

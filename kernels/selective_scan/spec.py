@@ -67,8 +67,15 @@ def _channels_of(variant: model.Variant) -> int:
     """Of a CTA."""
     if variant.kernel == "adjoint":
         return ADJOINT_CHANNELS * variant.number("warps")
+    if _takes_turns(variant):
+        return problems.TURNS_CHANNELS
     split = variant.number("split") if variant.kernel == "forward" else 1
     return problems.WARP_CHANNELS * variant.number("warps") // split
+
+
+def _takes_turns(variant: model.Variant) -> bool:
+    """Whether the warps of a CTA take turns over time (forward_turns.cuh)."""
+    return "turns" in dict(variant.statics)
 
 
 def _kind_mismatch(variant: model.Variant, problem: problems.SelectiveScanProblem) -> str | None:
@@ -82,13 +89,16 @@ def _kind_mismatch(variant: model.Variant, problem: problems.SelectiveScanProble
         return f"layout {variant.text('layout')}, not {problem.layout}"
     if not problem.aligned or problem.sequences:
         return "the sequences are packed, or do not lie in whole pieces of 16 bytes"
-    return None
+    whole = not _takes_turns(variant) or all(problem.whole)
+    return None if whole else "B or C do not lie along time in whole pieces of 16 bytes"
 
 
 def _capacity(variant: model.Variant) -> int:
     """States of a channel that there is room for; 0: any number."""
     if variant.kernel == "forward":
-        return 4 * variant.number("states") * variant.number("split")
+        return (
+            4 * variant.number("states") * (1 if _takes_turns(variant) else variant.number("split"))
+        )
     if variant.kernel == "backward" and variant.number("blocks") == 1:
         return 4 * variant.number("states")
     return 0
@@ -139,10 +149,11 @@ def _constants(variant: model.Variant) -> dict[str, model.Static]:
 def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """For up to 16 states and for any number; and in 16 bits for up to 64, and for few channels, which fill a GPU only
     if two warps share them, or, of misaligned rows as vision models have them, for up to 8. In float32 two warps always share
-    them, as its gates take long and more warps hide that."""
+    them, as its gates take long and more warps hide that. And along time for so few channels that warps take turns."""
     named = dict(kind)
+    wide = model.ITEM_SIZE[str(named["dtype"])] > 2
     large = (8, 8, 16, 8, 1)
-    if model.ITEM_SIZE[str(named["dtype"])] > 2:
+    if wide:
         tiles = [(2, 2, 16, 4, 4), large]
     elif named["access"] == "aligned":
         tiles = [
@@ -155,14 +166,22 @@ def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     else:
         tiles = [(2, 1, 16, 4, 3), (4, 1, 16, 4, 3), large]
     names = ("states", "split", "times", "warps", "ctas")
-    return tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
+    shared = tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
+    if (named["access"], named["layout"]) != ("aligned", "time_last"):
+        return shared
+    names = ("states", "turns", "times", "warps", "ctas")
+    turns = (4, 1, 32, 2, 8) if wide else (4, 1, 128, 4, 4)
+    return (*shared, tuple(zip(names, turns, strict=True)))
 
 
 def _serves(statics: model.Pins, target: Target) -> bool:
     """Few registers, for one CTA more on an SM, are enough for the code of sm_90 alone: forwards in 16 bits, and backwards
-    of 16 states. Tiles for up to 8 states are for sm_90 alone, too: archives of others have no room for them."""
+    of 16 states. Tiles for up to 8 states, and those whose warps take turns, are for sm_90 alone, too: archives of others have no
+    room for them."""
     named = dict(statics)
     of_sm90 = target.capability == (9, 0) and not target.is_ptx
+    if "turns" in named:
+        return of_sm90
     if (named.get("states"), named.get("split")) == (2, 2) and named["dtype"] != "float32":
         return (named.get("ctas") == 4) == of_sm90
     if (named.get("states"), named.get("blocks")) == (4, 1):
@@ -171,15 +190,28 @@ def _serves(statics: model.Pins, target: Target) -> bool:
     return of_sm90 or not small
 
 
+def _turns_shared(variant: model.Variant) -> int:
+    """Of the structure ``Shared`` in forward_turns.cuh."""
+    times, channels, states = variant.number("times"), problems.TURNS_CHANNELS, BLOCK_STATES
+    row, padded = model.ITEM_SIZE[variant.text("dtype")] * times, times // 32 * 36
+    floats = 2 * channels * (padded | 4) + states * -(-padded // 8) * 8 + 4 * 4 + 4 * 32
+    copied = row * (2 * channels + states) + 4 * 16
+    return 4 * floats + 8 * variant.number("warps") + row * (channels + states) + 2 * copied
+
+
 def _forward_shared(variant: model.Variant) -> int:
+    if _takes_turns(variant):
+        return _turns_shared(variant)
     states, times = 4 * variant.number("states") * variant.number("split"), variant.number("times")
     channels, rows = _channels_of(variant), problems.WARP_CHANNELS * variant.number("warps")
     return 4 * (channels * (2 * times + 4) + rows * (times + 4) + 4 * states * times + 2 * channels)
 
 
 def _forward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem) -> float:
-    """Room for states that there are not; then whether two warps share their channels, which pays where there are few:
-    on an H100 up to 24,576 of all batches and sequences."""
+    """Room for states that there are not; then whether warps take turns; then whether two warps share their channels, which
+    pays where there are few: on an H100 up to 24,576 of all batches and sequences."""
+    if _takes_turns(variant):
+        return _capacity(variant) + (-1 if problem.takes_turns else 1) / 16
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     split = 1 if rows > 24_576 else 2
     return _capacity(variant) + abs(variant.number("split") - split) / 64

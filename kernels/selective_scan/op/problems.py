@@ -146,11 +146,13 @@ def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveSca
 
 def parts_of(problem: SelectiveScanProblem, device: torch.device) -> int:
     """Parts to cut sequences into, forwards or backwards."""
-    sms = _USUAL_SMS
+    sms, of_sm90 = _USUAL_SMS, False
     if device.type == "cuda":
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        properties = torch.cuda.get_device_properties(device)
+        sms = properties.multi_processor_count
+        of_sm90 = (properties.major, properties.minor) == (9, 0)
     if problem.direction == "forward":
-        return problem.forward_parts_for(sms)
+        return 1 if of_sm90 and problem.takes_turns else problem.forward_parts_for(sms)
     return problem.parts_for(sms)
 
 
