@@ -87,7 +87,7 @@ OPTIONS = (
 #: float32, as the CPU makes them.
 QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
 #: Few that reach every kernel: also that of narrow rows, which takes many batches.
-SMALL: tuple[Shape, ...] = (*QUICK, (66, 21, 40))
+SMALL: tuple[Shape, ...] = (*QUICK, (66, 21, 40), (200, 21, 40), (1, 1101, 513))
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),
@@ -112,6 +112,8 @@ THOROUGH: tuple[Shape, ...] = (
     (4, 5, 700),
     (2, 3, 33),
     (66, 21, 300),
+    (200, 21, 70),
+    (1, 1101, 700),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

@@ -8,7 +8,7 @@
 // The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
 // channels), channel_stream.cuh (few, staged in shared memory), narrow_columns.cuh (at most 32, rows at any address),
-// scalar_columns.cuh (rows at any address, held in registers) and channel_last.cuh (generic, held in registers).
+// scalar_columns.cuh (rows at any address, in tiles that look back) and channel_last.cuh (generic, held in registers).
 #include "../common/compiler.cuh"
 #if NARROW
 #define BACKWARD 1
@@ -75,7 +75,7 @@ struct BackwardPass {
         }
     }
 
-    __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(CTAS_PER_COLUMN); }
+    __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(tiles_apart()); }
     // What composing takes, and what walking does besides.
     __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, BackwardStep::Padding::GATE);
@@ -164,6 +164,39 @@ __device__ void run_column(const Backward& of, const Column& column, const State
 #include "channel_stream_backward.cuh"
 #endif
 
+#if SCALAR
+// The gradients of a thread's rows, which take the place of gates and of states_grad in shared memory.
+struct Finishing {
+    const Inputs& inputs;
+    const Ends& ends;
+    const State* initial_state;
+    const bool for_gates;
+    State h, initial = State(0), sum = State(0);
+    int last = 0;  // the scan's last row, counted from the end of a part, or 0
+
+    __device__ void begin(unsigned scan, bool is_first, bool is_last) {
+        if (is_first) h = ends.enter(scan);
+        last = is_last;
+        if (is_last) initial = ends.read(initial_state, scan);
+    }
+    template <int N>
+    __device__ void rows(Cursor& cursor, int left) {
+        const RowsAhead<N> rows(cursor);
+        State gates[N], grads[N], earlier[N] = {};
+        inputs.read(rows, gates, grads);
+        if (for_gates) rows.read(2, earlier, 1);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const State before = chosen(left - k == last, initial, earlier[k]);
+            const auto to = BackwardStep::gradients(gates[k], grads[k], before, h);
+            h = to.earlier, sum = sum + to.gate;
+            element(0, rows.at[k]) = Element::narrow(to.gate), element(1, rows.at[k]) = Element::narrow(to.token);
+        }
+    }
+    __device__ void end(unsigned scan) const { ends.leave(scan, h); }
+};
+#endif
+
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
 // one gate: then it points to State, and lies as initial_state does; and four times the
@@ -190,41 +223,42 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
               initial_state_grad ? initial_state_grad + own_state : nullptr,
               initial_state ? initial_state + own_state : nullptr);
 #elif SCALAR
-    const Walk walk(time, !(flags & 1), nullptr, 0);
-    const Position at(static_cast<unsigned*>(workspace), batch, channels, time);
-    const Gates gate(Rows(gates, gates_batch, gates_time, at, walk), at);
-    Staged grad(1, at), earlier(2, at);
-    grad.copy_in(Rows(states_grad, states_grad_batch, states_grad_time, at, walk), at, at.rows);
-    // Of each row the state before it; that of the walk's last is not among the states.
-    const int last = at.rows > 0 && at.first + at.rows == time ? at.rows - 1 : -1;
-    Rows states_rows(states, states_batch, states_time, at, walk);
-    states_rows.advance(1);
-    if (gates_grad) earlier.copy_in(states_rows, at, at.rows - (last >= 0));
-    wait_for_tile();
-    Affine own;
-#pragma unroll AT_ONCE
-    for (int k = 0; k < at.own; k++) own = compose(own, BackwardStep::map(gate.get(k), grad.get(k)));
-    const i64 own_state = at.batch * state_batch + (at.channel + at.lane) * state_channel;
-    State h = enter_rows(own, at, workspace, time, final_state_grad ? final_state_grad + own_state : nullptr,
-                         initial_state_grad ? initial_state_grad + own_state : nullptr);
-    const State initial = at.has_channel && last >= 0 && initial_state ? initial_state[own_state] : State(0);
-    i64 to_row = at.batch * grads_batch + at.channel + at.lane + walk.at(at.first) * grads_time;
-    State sum = State(0);
-#pragma unroll AT_ONCE
-    for (int k = 0; k < at.own; k++, to_row += walk.step(grads_time)) {
-        const State before = k == last ? initial : gates_grad ? earlier.get(k) : State(0);
-        const auto to = BackwardStep::gradients(gate.get(k), grad.get(k), before, h);
-        h = to.earlier, sum = sum + to.gate;
-        if (gates_grad && !(flags & 2)) gates_grad[to_row] = Element::narrow(to.gate);
-        if (tokens_grad) tokens_grad[to_row] = Element::narrow(to.token);
+    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, !(flags & 1), flags);
+    GateStorage* const each_gate = flags & 2 ? nullptr : gates_grad;
+    const auto result = [&](Storage* tensor) { return Rows(tensor, grads_batch, grads_time, at); };
+    const Layout layout(tokens_grad || each_gate ? result(tokens_grad ? tokens_grad : each_gate)
+                                                 : Rows(states_grad, states_grad_batch, states_grad_time, at), at);
+    const Movers movers(layout, at);
+#pragma unroll 1
+    for (int tile = gates_time ? 0 : 1; tile < (gates_grad ? 3 : 2); tile++) {
+        // Of each row the state before it, which lies in the next row of the scan.
+        const int later = tile < 2 ? 0 : at.against ? -1 : 1;
+        const int begin = later < 0 && at.first == 0 ? 0 : later;
+        const int end = at.rows + (later > 0 && at.first + at.rows == at.all ? 0 : later);
+        copy_in(tile == 0   ? Rows(gates, gates_batch, gates_time, at)
+                : tile == 1 ? Rows(states_grad, states_grad_batch, states_grad_time, at)
+                            : Rows(states, states_batch, states_time, at),
+                layout, movers, at, tile, begin, end);
     }
-    if (flags & 2) add_up(sum, at, time, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
+    wait_for_tile();
+    const Cursor cursor(layout, at);
+    const Inputs inputs(gates, gates_batch, gates_time, at);
+    const Ends ends{at, final_state_grad, initial_state_grad, state_batch, state_channel};
+    Finishing pass{inputs, ends, initial_state, gates_grad != nullptr,
+                   enter_rows<BackwardStep>(inputs, ends, at, cursor, workspace)};
+    for_rows(at, cursor, pass);
+    __syncthreads();
+#pragma unroll 1
+    for (int tile = each_gate ? 0 : 1; tile < (tokens_grad ? 2 : 1); tile++)
+        copy_out(result(tile ? tokens_grad : each_gate), layout, movers, at, tile);
+    if (flags & 2)
+        add_up(pass.sum, at, reinterpret_cast<State*>(gates_grad) + at.state(0, state_batch, state_channel), batch * channels);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, !(flags & 1), offsets, sequences, 0, part.before());
 #elif CTAS_PER_COLUMN > 1
-    const CtaRank cta(workspace);
+    const CtaRank cta(workspace, int(flags >> 2));
     const Column column(channels, time, !(flags & 1), offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, !(flags & 1), offsets, sequences, blockIdx.x);

@@ -8,7 +8,7 @@
 // tiles:
 //
 //     NARROW          narrow_columns.cuh   at most 32 channels, rows at any address
-//     SCALAR          scalar_columns.cuh   rows at any address, in tiles that are held in registers
+//     SCALAR          scalar_columns.cuh   rows at any address, in tiles that look back
 //     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
 //                                          (CTAS_PER_COLUMN > 1)
 //     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
@@ -60,7 +60,7 @@ struct ForwardPass {
         }
     }
 
-    __device__ void fetch(int left) { fetch_for_map(left), move(CTAS_PER_COLUMN); }
+    __device__ void fetch(int left) { fetch_for_map(left), move(tiles_apart()); }
     // What the first pass over a tile reads. The second pass reads nothing more, so fetch_for_output has nothing to do.
     __device__ void fetch_for_map(int left) {
         if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
@@ -172,6 +172,28 @@ struct ForwardTiles {
 };
 #endif
 
+#if SCALAR
+// The states of a thread's rows, which take the place of tokens in shared memory.
+struct Finishing {
+    const Inputs& inputs;
+    const Ends& ends;
+    State x;
+
+    __device__ void begin(unsigned scan, bool is_first, bool) {
+        if (is_first) x = ends.enter(scan);
+    }
+    template <int N>
+    __device__ void rows(Cursor& cursor, int) {
+        const RowsAhead<N> rows(cursor);
+        State gates[N], tokens[N];
+        inputs.read(rows, gates, tokens);
+#pragma unroll
+        for (int k = 0; k < N; k++) x = ForwardStep::map(gates[k], tokens[k])(x), element(1, rows.at[k]) = Element::narrow(x);
+    }
+    __device__ void end(unsigned scan) const { ends.leave(scan, x); }
+};
+#endif
+
 // initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; bit 1 is unused here;
 // the bits from 2 on are the number of time steps of a warp (single_wave.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
@@ -190,28 +212,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const State* const before = initial_state ? initial_state + own_state : nullptr;
     pass_over(Walk(channels, time, flags & 1), from, to, before, final_state ? final_state + own_state : nullptr, before);
 #elif SCALAR
-    const Walk walk(time, flags & 1, nullptr, 0);
-    const Position at(static_cast<unsigned*>(workspace), batch, channels, time);
-    const Gates gate(Rows(gates, gates_batch, gates_time, at, walk), at);
-    Staged token(1, at);
-    token.copy_in(Rows(tokens, tokens_batch, tokens_time, at, walk), at, at.rows);
+    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, flags);
+    const Layout layout(Rows(states, states_batch, states_time, at), at);
+    const Movers movers(layout, at);
+#pragma unroll 1
+    for (int tile = gates_time ? 0 : 1; tile < 2; tile++)
+        copy_in(tile ? Rows(tokens, tokens_batch, tokens_time, at) : Rows(gates, gates_batch, gates_time, at), layout, movers, at, tile,
+                0, at.rows);
     wait_for_tile();
-    const auto step = [&](int k) { return ForwardStep::map(gate.get(k), token.get(k)); };
-    Affine own;
-#pragma unroll AT_ONCE
-    for (int k = 0; k < at.own; k++) own = compose(own, step(k));
-    const i64 own_state = at.batch * state_batch + (at.channel + at.lane) * state_channel;
-    State x = enter_rows(own, at, workspace, time, initial_state ? initial_state + own_state : nullptr,
-                         final_state ? final_state + own_state : nullptr);
-    Rows to(states, states_batch, states_time, at, walk);
-#pragma unroll AT_ONCE
-    for (int k = 0; k < at.own; k++, to.advance(1)) x = step(k)(x), to.first[at.lane] = Element::narrow(x);
+    const Cursor cursor(layout, at);
+    const Inputs inputs(gates, gates_batch, gates_time, at);
+    const Ends ends{at, initial_state, final_state, state_batch, state_channel};
+    Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, workspace)};
+    for_rows(at, cursor, pass);
+    __syncthreads();
+    copy_out(Rows(states, states_batch, states_time, at), layout, movers, at, 1);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);
     const Column column(channels, time, flags & 1, offsets, sequences, 0, part.before());
 #elif CTAS_PER_COLUMN > 1
-    const CtaRank cta(workspace);
+    const CtaRank cta(workspace, int(flags >> 2));
     const Column column(channels, time, flags & 1, offsets, sequences, cta.column, cta.rank * TIMES);
 #else
     const Column column(channels, time, flags & 1, offsets, sequences, blockIdx.x);

@@ -53,6 +53,16 @@ static_assert(FULL <= 32 && CHANNELS % ITEMS == 0);
 // Whether lanes write results from registers to global memory, and not through shared memory.
 enum : bool { DIRECT = MISALIGNED || SINGLE_WAVE };
 
+// Tiles from one that a CTA has to the next. Of misaligned rows, CTAS_PER_COLUMN is the most that the launch may have.
+#if MISALIGNED && CTAS_PER_COLUMN > 1
+__device__ inline int& tiles_apart() {
+    __shared__ int tiles;
+    return tiles;
+}
+#else
+__device__ constexpr int tiles_apart() { return CTAS_PER_COLUMN; }
+#endif
+
 // A thread's warp and group among those that share a tile. With SINGLE_WAVE each warp has tiles of its own.
 __device__ inline unsigned own_warp() { return SINGLE_WAVE ? 0 : threadIdx.x / 32; }
 __device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 : threadIdx.x) / LANES_ACROSS; }
@@ -61,7 +71,9 @@ __device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 
 // the channels so that shared memory has no bank conflicts: first every lane's channel 0, then every lane's channel 1, and
 // so on. `number_of` gives the number of this lane's channel v, and `place_of` the channel of a number.
 __device__ inline int number_of(int v) { return v * LANES_ACROSS + threadIdx.x % LANES_ACROSS; }
-__device__ inline int place_of(int number) { return number % LANES_ACROSS * VECTOR + number / LANES_ACROSS; }
+__device__ inline int place_of(int number) {
+    return MISALIGNED ? number : number % LANES_ACROSS * VECTOR + number / LANES_ACROSS;
+}
 
 // A CTA's column, and in it the channels of this lane.
 struct Column {
@@ -97,7 +109,7 @@ struct Column {
     // The same column for a thread that serves channel `own` of it.
     __device__ Column with(int own) const {
         Column other = *this;
-        other.channel += own - lane % LANES_ACROSS * VECTOR;
+        other.channel += own - lane % LANES_ACROSS * TO_LANE;
         return other;
     }
     // Whether channel v of this lane exists.
@@ -123,7 +135,7 @@ struct Rows {
                 (copied + later) * apart;
     }
     __device__ Storage* at(int row) const { return first + row * apart; }
-    __device__ void advance(int tiles = CTAS_PER_COLUMN) { first += tiles * TIMES * apart; }
+    __device__ void advance(int tiles = tiles_apart()) { first += tiles * TIMES * apart; }
     // Whether two pieces from the end of a row on are still within the next one, or the one before.
     __device__ bool far_apart() const { return apart > 2 * ITEMS || apart < -2 * ITEMS; }
 };

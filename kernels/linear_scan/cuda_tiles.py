@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan import narrow, registers, rings, scalar, space
+from scan_registry.kernels.linear_scan import multi_cta, narrow, registers, rings, scalar, space
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
-from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, SCALAR, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import (
+    MISALIGNED,
+    MULTI_CTA,
+    NARROW,
+    SCALAR,
+    VARLEN,
+    Tile,
+)
 from scan_registry.kernels.model import ITEM_SIZE, Pins
+
+#: The capability of the GPU on which kernels were timed.
+_TIMED = (9, 0)
+#: Accesses of which there is one tile for a dtype and a direction, or none.
+_OF_ACCESS = {MULTI_CTA: multi_cta.tiles, NARROW: narrow.tiles, SCALAR: scalar.tiles}
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
@@ -25,7 +37,7 @@ def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequ
         return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
     if access == "generic":
         return mixed(layout)
-    of_access = {NARROW: narrow.tiles, SCALAR: scalar.tiles}.get(access)
+    of_access = _OF_ACCESS.get(access)
     return list(
         of_access(direction, dtype) if of_access else _column_and_cut(direction, dtype, access)
     )
@@ -85,15 +97,24 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     return rings.most_shared(direction, dtype, access, tile) + columns <= target.shared_memory
 
 
+def ships(statics: Pins, target: Target) -> bool:
+    """Whether wheels hold the variant. What only an H200 has been timed with, and other kernels can replace, is in archives of its
+    architecture alone, as others have no room."""
+    pins = dict(statics)
+    replaceable = pins["access"] == MULTI_CTA or (pins["access"], pins["dtype"]) == (
+        SCALAR,
+        "complex64",
+    )
+    return not replaceable or (not target.is_ptx and target.capability == _TIMED)
+
+
 def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
     """The tiles that tuning may choose from."""
     if access == "generic":
         of_dtype = space.cuda_time_last if layout == "time_last" else space.cuda_channel_last
         yield from of_dtype(dtype)
-    elif access == NARROW:
-        yield from narrow.tiles(direction, dtype)
-    elif access == SCALAR:
-        yield from scalar.tiles(direction, dtype)
+    elif access in _OF_ACCESS:
+        yield from _OF_ACCESS[access](direction, dtype)
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
     elif access == VARLEN:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scan_registry.kernels.linear_scan import narrow, registers, scalar, streams
+from scan_registry.kernels.linear_scan import multi_cta, narrow, registers, scalar, streams
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.space import NARROW, SCALAR
+from scan_registry.kernels.linear_scan.space import MULTI_CTA, NARROW, SCALAR
 from scan_registry.kernels.model import Launch, Variant
 
 
@@ -33,7 +33,7 @@ class Design(Protocol):
         """Bytes of dynamic shared memory of a CTA."""
 
 
-_OF_ACCESS: dict[str, Design] = {NARROW: narrow, SCALAR: scalar}
+_OF_ACCESS: dict[str, Design] = {MULTI_CTA: multi_cta, NARROW: narrow, SCALAR: scalar}
 
 
 def design_of(variant: Variant) -> Design:

@@ -16,6 +16,8 @@
 //
 // Traffic, of 16-bit elements only: 6 bytes per element forward, 10 backward.
 //
+// Of misaligned rows, CTAS_PER_COLUMN is the most CTAs that may share a column, and the launch says how many do.
+//
 // workspace, zeroed before the launch: a counter, and for each column a ring of TURNS × CTAS_PER_COLUMN tiles with a
 // descriptor (tile_status.cuh) for each channel. Its flag is the ring's round, so a descriptor travels in one store and
 // one load, without a fence. A slot is written again only after all CTAs have read it: a CTA that publishes turn t has
@@ -31,7 +33,7 @@ enum : int {
 };
 static_assert(CTAS_PER_COLUMN > 1 && AGGREGATE_LEAD > 1 && STAGES > SLOTS);
 static_assert(CHANNELS <= THREADS && CHANNELS % 32 == 0 && LANES_ACROSS == 32);
-static_assert(!COMPENSATED && !MISALIGNED && !VARLEN);
+static_assert(!COMPENSATED && !VARLEN);
 // Pause between two polls of one address; a poll takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
 enum : int { COUNTER = 256 };  // bytes before the descriptors, so that a warp's are in whole 128-byte lines
@@ -42,9 +44,12 @@ struct CtaRank {
     int rank, count;
 
     // One thread draws a number for the whole CTA.
-    __device__ explicit CtaRank(void* workspace) : count(CTAS_PER_COLUMN) {
+    __device__ explicit CtaRank(void* workspace, int ctas = CTAS_PER_COLUMN) : count(MISALIGNED ? ctas : CTAS_PER_COLUMN) {
         __shared__ unsigned drawn;
         if (threadIdx.x == 0) drawn = atomicAdd(static_cast<unsigned*>(workspace), 1u);
+#if MISALIGNED
+        if (threadIdx.x == 0) tiles_apart() = ctas;
+#endif
         __syncthreads();
         column = drawn / unsigned(count), rank = int(drawn % unsigned(count));
     }
@@ -153,6 +158,7 @@ struct ColumnCta {
         const auto after = [](int stage) { return stage + 1 < STAGES ? stage + 1 : 0; };
         const auto next = [&](int turn) {
             tiles.stage = filled, filled = after(filled);
+            if (MISALIGNED) tiles.inner = to_come < tiles.rows && to_come > TIMES + 1;
             if (turn < turns) work.fetch(tiles.counted(to_come));
             commit_copies();
             to_come -= turn_rows;

@@ -14,10 +14,10 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Bytes of a tile of one tensor.
 AREA = 4096
-#: Channels at most: of the warp that scans.
-_CHANNELS = 32
-#: Batches, and scans of all batches, below which kernels that cut time are estimated to be faster: there is a CTA for each batch.
-_LEAST_BATCHES, _LEAST_SCANS = 64, 1024
+#: Channels at most: of the warp that scans; and at least, as others leave most of it idle.
+_CHANNELS, _LEAST_CHANNELS = 32, 6
+#: Batches below which kernels that cut time are faster: there is a CTA for each batch.
+_LEAST_BATCHES = 192
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -59,11 +59,10 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why a problem has other rows, or is too wide, or too small."""
     if not _fits_rows(problem):
         return "rows do not follow one another without gaps, or all are aligned"
-    if problem.channels > _CHANNELS:
-        return f"{problem.channels} channels; it takes at most {_CHANNELS}"
-    scans = problem.batch * problem.channels
-    if problem.batch < _LEAST_BATCHES or scans < _LEAST_SCANS:
-        return f"{scans} scans in {problem.batch} batches would leave most of a GPU idle"
+    if not _LEAST_CHANNELS <= problem.channels <= _CHANNELS:
+        return f"{problem.channels} channels; it takes {_LEAST_CHANNELS} to {_CHANNELS}"
+    if problem.batch < _LEAST_BATCHES:
+        return f"{problem.batch} batches would leave most of a GPU idle"
     return None
 
 

@@ -8,7 +8,7 @@ from itertools import product
 
 from scan_registry.kernels.linear_scan import narrow
 from scan_registry.kernels.linear_scan.problem import Direction
-from scan_registry.kernels.linear_scan.space import MISALIGNED, NARROW, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import MISALIGNED, MULTI_CTA, NARROW, VARLEN, Tile
 from scan_registry.kernels.model import ITEM_SIZE
 
 #: Bytes of shared memory that all CTAs of an SM may have together.
@@ -202,7 +202,7 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     warp = 32 * int(tile["vector"]) * int(tile["steps"]) * ITEM_SIZE[dtype]
     if "lanes_across" in tile:
         groups = 32 // int(tile["lanes_across"])
-        if access == MISALIGNED:  # one more piece a row
+        if access in (MISALIGNED, MULTI_CTA):  # one more piece a row
             warp += 16 * groups * int(tile["steps"])
         if ITEM_SIZE[dtype] < 8:  # between groups
             warp += 64 * (groups - 1)

@@ -1,16 +1,19 @@
-"""Contiguous channels in rows that start at any address, copied in words of 4 bytes (``scalar_columns.cuh``): the tile, what
-takes it, and how it launches.
+"""Contiguous channels in rows that start at any address, in tiles that look back (``scalar_columns.cuh``): the tile, what takes
+it, and how it launches.
 
-A CTA has one tile, ``steps`` time steps of a channel for each thread, and at most ``lanes`` channels side by side. CTAs look back
-at the maps of the tiles before their own. So time is cut into as many parts as there are tiles, however few channels there are.
+A CTA has one tile of some time steps and of all channels, or an even part of them. CTAs look back at the maps of the tiles before
+their own. So time is cut into as many parts as there are tiles, however few channels there are; and where batches are short, a
+tile has several of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from scan_registry.kernels.linear_scan import narrow
 from scan_registry.kernels.linear_scan.problem import (
+    SUM_STEPS,
     Direction,
     LinearScanProblem,
     ceil_div,
@@ -19,22 +22,34 @@ from scan_registry.kernels.linear_scan.problem import (
 from scan_registry.kernels.linear_scan.space import Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
-#: By dtype and direction, the steps of a thread, and CTAs for each SM. GPUs with the least shared memory, 99 KB for a CTA, have
+#: By dtype and direction, the most steps of a thread, and CTAs for each SM. GPUs with the least shared memory, 99 KB for a CTA, have
 #: room for one. Archives have no room for more dtypes.
 _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
-    ("bfloat16", "forward"): (32, 3),
-    ("bfloat16", "backward"): (24, 2),
+    ("bfloat16", "forward"): (32, 5),
+    ("bfloat16", "backward"): (32, 4),
+    ("float16", "forward"): (32, 5),
+    ("float16", "backward"): (32, 4),
     ("float32", "forward"): (24, 4),
-    ("float32", "backward"): (24, 3),
+    ("float32", "backward"): (16, 4),
     ("complex64", "backward"): (12, 2),
 }
-#: Columns of the column-serial kernels below which these leave so many SMs idle that looking back is faster: of 64 misaligned
-#: channels, by the bytes of an element; and backward of 16 aligned channels of complex64.
+#: Channels side by side of which many threads of a CTA have one, if there are more than the first.
+_ACROSS = (32, 36, 42, 51, 64)
+#: Steps of a thread below which a tile is to have several batches.
+_LEAST_STEPS = 8
+_PIECE = 16
+#: Channels of misaligned rows up to which kernels that scan columns serially have too many idle threads.
+_NARROW_ROW = 32
+#: Columns below which kernels that scan them serially leave so many SMs idle that looking back is faster: of 64 misaligned channels, by
+#: the bytes of an element; and backward of 16 aligned channels of complex64.
 _FEW_COLUMNS = {2: 56, 4: 64}
 _MISALIGNED_COLUMN, _WIDE_COLUMN, _FEW_WIDE_COLUMNS = 64, 16, 64
 #: Steps below which a column-serial kernel has no time to lose.
 _LEAST_TIME = 512
-#: Channels, and tiles, that the kernel numbers in 32 bits.
+#: Aligned rows of many batches: bytes of a row, and time steps for elements of two bytes, up to which, and steps of any row of few
+#: channels below which column-serial kernels have too many idle threads.
+_MANY_BATCHES, _SHORT_ROW, _SHORT_TIME, _FEW_STEPS = 128, 16, 128, 16
+#: Rows, channels and tiles, which the kernel numbers in 32 bits.
 _MOST = 2**31 - 1
 #: Tiles of a group, and groups of a group of the next level.
 _GROUP = 32
@@ -46,7 +61,7 @@ def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
     """The one that every wheel holds, if there is one."""
     if (dtype, direction) in _STEPS_AND_BLOCKS:
         steps, blocks = _STEPS_AND_BLOCKS[dtype, direction]
-        yield {"warps": 8, "lanes": 32, "steps": steps, "blocks": blocks}
+        yield {"warps": 8, "steps": steps, "blocks": blocks}
 
 
 def sums(variant: Variant) -> bool:
@@ -54,18 +69,25 @@ def sums(variant: Variant) -> bool:
 
 
 def shared(direction: Direction, variant: Variant) -> int:
-    """Bytes of the tiles of all inputs: an element has a word of 4 bytes, if not 8."""
-    elements = 32 * variant.number("warps") * variant.number("steps")
-    inputs = 2 if direction == "forward" else 3
-    return inputs * elements * max(4, ITEM_SIZE[variant.text("dtype")])
+    """Bytes of the tiles of all inputs."""
+    return (2 if direction == "forward" else 3) * _area(variant)
+
+
+def _area(variant: Variant) -> int:
+    """Bytes of the tile of one tensor."""
+    threads = 32 * variant.number("warps")
+    return threads * variant.number("steps") * ITEM_SIZE[variant.text("dtype")]
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why it does not solve a problem, or is not the fastest for it."""
-    if problem.channels > _MOST or launch(variant, problem, 0).grid[0] > _MOST:
-        return f"more than {_MOST} channels or tiles"
+    if max(problem.batch * problem.time, launch(variant, problem, 0).grid[0]) > _MOST:
+        return f"more than {_MOST} rows or tiles"
+    if problem.channels > _MOST:
+        return f"more than {_MOST} channels"
     if problem.whole_chunks(problem.chunk()):
-        return None if _few_wide_columns(problem) else "rows are aligned"
+        taken = _few_wide_columns(problem) or _short_rows(problem)
+        return None if taken else "rows are aligned, and not short in many batches"
     if problem.dtype == "float32" and narrow.accepts(variant, problem) is None:
         return "kernels for narrow rows are faster"
     return _column_serial_is_faster(problem)
@@ -75,6 +97,8 @@ def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
     """Why a kernel that scans misaligned columns serially is faster, if one takes the problem: rows have to lie alike in all
     tensors for that."""
     if ITEM_SIZE[problem.dtype] == 8 or not problem.congruent():
+        return None
+    if problem.channels <= _NARROW_ROW and problem.time > 1:
         return None
     columns = problem.batch * ceil_div(problem.channels, _MISALIGNED_COLUMN)
     if columns < _FEW_COLUMNS[ITEM_SIZE[problem.dtype]] and problem.time >= _LEAST_TIME:
@@ -89,9 +113,20 @@ def _few_wide_columns(problem: LinearScanProblem) -> bool:
     return few and ITEM_SIZE[problem.dtype] == 8 and problem.direction == "backward"
 
 
+def _short_rows(problem: LinearScanProblem) -> bool:
+    """Whether many batches have rows of so few bytes, or so few rows, that a tile of other kernels is mostly empty."""
+    item = ITEM_SIZE[problem.dtype]
+    if item == 8 or problem.batch < _MANY_BATCHES or problem.time == 1:
+        return False
+    if problem.channels * item <= _SHORT_ROW:
+        return item == 4 or problem.time < _SHORT_TIME
+    few = problem.channels <= _NARROW_ROW and problem.time < _FEW_STEPS
+    return few and not problem.sums
+
+
 def times(variant: Variant) -> int:
-    """Time steps of a tile that has as many channels as it can, which are the fewest."""
-    return 32 * variant.number("warps") // variant.number("lanes") * variant.number("steps")
+    """Time steps of a tile of 32 channels."""
+    return variant.number("warps") * variant.number("steps")
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
@@ -99,20 +134,97 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     return -1.0
 
 
+class TileShape(NamedTuple):
+    """How the tiles of a launch lie.
+
+    across  channels side by side
+    slots   threads one after the other in time
+    steps   of a thread
+    joined  whether batches follow one another in a column
+    dense   whether no gaps lie between rows
+    """
+
+    across: int
+    slots: int
+    steps: int
+    joined: bool
+    dense: bool
+
+    def flags(self) -> int:
+        return self.across | self.steps << 10 | self.joined << 18 | self.dense << 19
+
+    @property
+    def times(self) -> int:
+        return self.slots * self.steps
+
+
+def tile_shape(variant: Variant, problem: LinearScanProblem) -> TileShape:
+    """That of the columns of which the fewest threads are idle. Columns of many channels have fewer rows in a tile, so more maps are
+    read for each row; of columns of few, more sectors are shared with the column beside."""
+    numbers = {ceil_div(problem.channels, across) for across in _ACROSS}
+    shapes = [_of_columns(variant, problem, number) for number in sorted(numbers)]
+    # A tile is to have no fewer steps than there is room for a sum of.
+    while problem.sums and shapes[-1].times < min(SUM_STEPS, problem.time):
+        shapes.append(
+            _of_columns(variant, problem, ceil_div(problem.channels, shapes[-1].across - 1))
+        )
+    if problem.sums:
+        shapes = [s for s in shapes if s.times >= min(SUM_STEPS, problem.time)]
+    item = ITEM_SIZE[problem.dtype]
+
+    def cost(shape: TileShape) -> float:
+        columns = ceil_div(problem.channels, shape.across)
+        threads = columns * 32 * variant.number("warps") / (problem.channels * shape.slots)
+        sectors = 1.0 if shape.dense else 1 + 30 / (shape.across * item)
+        return threads * sectors * (1 + 80 / (item * shape.times))
+
+    return min(shapes, key=cost)
+
+
+def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> TileShape:
+    across, item = ceil_div(problem.channels, number), ITEM_SIZE[problem.dtype]
+    slots = 32 * variant.number("warps") // across
+    gates, *rows = problem.sequence_strides()
+    if not problem.has_one_gate():
+        rows.append(gates)
+    dense = number == 1 and all(strides.time == problem.channels for strides in rows)
+    pitch = across * item if dense else across * item + 3 * _PIECE - 2 * item
+    # One row more before the tile, and one after it.
+    left = _area(variant) - 2 * ceil_div(pitch, _PIECE) * _PIECE - 2 * _PIECE
+    most = min(variant.number("steps"), left // pitch // slots)
+    if across < _ACROSS[0]:
+        most -= 1 - most % 2  # odd, so that few threads have the same bank of shared memory
+    tiles = ceil_div(problem.time, slots * most)
+    steps = most if tiles > 1 and problem.sums else ceil_div(problem.time, slots * tiles)
+    if steps < _LEAST_STEPS and _follow(problem):
+        return TileShape(across, slots, most, True, dense)
+    if across < _ACROSS[0]:
+        steps |= 1
+    return TileShape(across, slots, steps, False, dense)
+
+
+def _follow(problem: LinearScanProblem) -> bool:
+    """Whether the rows of a batch follow those of the one before, in all tensors. Gates that are shared by all rows do."""
+    sequences = problem.sequence_strides()
+    follow = all(strides.batch == problem.time * strides.time for strides in sequences)
+    return follow and problem.batch > 1 and problem.time > 1 and not problem.sums
+
+
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """A CTA for each tile."""
-    columns_across = ceil_div(problem.channels, variant.number("lanes"))
-    across = ceil_div(problem.channels, columns_across)
-    columns = problem.batch * columns_across
-    slots = 32 * variant.number("warps") // across
-    groups = [ceil_div(problem.time, slots * variant.number("steps"))]
-    grid = (columns * groups[0], 1, 1)
+    shape = tile_shape(variant, problem)
+    batches, time = (
+        (1, problem.batch * problem.time) if shape.joined else (problem.batch, problem.time)
+    )
+    columns = batches * ceil_div(problem.channels, shape.across)
+    groups = [ceil_div(time, shape.times)]
+    grid, scalars = (columns * groups[0], 1, 1), problem.scalars(shape.flags())
     if groups[0] == 1:
-        return Launch(grid, problem.scalars())
+        return Launch(grid, scalars)
     while groups[-1] > 1:
         groups.append(ceil_div(groups[-1], _GROUP))
-    maps = columns * across * sum(groups)
-    return Launch(grid, problem.scalars(), _COUNTER + maps * _map_bytes(problem.dtype))
+    maps = columns * shape.across * sum(groups)
+    return Launch(grid, scalars, _COUNTER + maps * _map_bytes(problem.dtype))
 
 
 def _map_bytes(dtype: str) -> int:

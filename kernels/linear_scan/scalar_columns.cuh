@@ -1,26 +1,28 @@
 // Contiguous channels, however many, in rows that start at any address: what the forward and the backward kernel share.
 //
-// The build pins WARPS (per CTA), LANES (channels side by side in a tile, at most), STEPS (rows of a thread) and BLOCKS (CTAs
-// per SM). A CTA has one tile, which it copies to shared memory in words of 4 bytes:
+// The build pins WARPS (per CTA), STEPS (rows of a thread, at most) and BLOCKS (CTAs per SM). A CTA has one tile:
 //
-//               channels ->   across: the channels, or an even part of them that is at most LANES
-//      order  slot 0          | STEPS rows, one after the other in a thread |
-//        |    slot 1          | STEPS rows                                  |
+//               channels ->   across: the channels, or an even part of them
+//      order  slot 0          | rows, one after the other in a thread |
+//        |    slot 1          | rows                                  |
 //        v    …               slots = THREADS / across
 //
-// Order runs in the direction of the scan, with time or against it. A thread composes the affine maps of its rows. The CTA
-// scans the maps of its slots, and publishes the map of the tile. Then it looks back: it reads the maps of the tiles before, in
-// two or three trips to the L2, and composes them to the state that enters the tile.
+// Order runs in the direction of the scan, with time or against it. The tiles of all inputs are copied to shared memory in the 16-byte
+// pieces that they lie in. A thread composes the affine maps of its rows. The CTA scans the maps of its slots, and publishes the
+// map of the tile. Then it looks back: it reads the maps of the tiles before, and composes them to the state that enters the tile.
+// Results take the place of inputs in shared memory, and leave it in pieces of 16 bytes.
 //
-// A look-back does not read every map. A column is some channels of one batch, over all of time. GROUP consecutive tiles of a column are
-// a group, GROUP groups are a group of level 2, and
-// so on. The last tile of a group publishes the map of the whole group. So a look-back reads fewer than GROUP maps on each
-// level: the tiles since the last whole group, the groups since the last whole group of level 2, and so on. The order of
-// operations is fixed, so results are the same in every run. CTAs draw tiles from a counter, those of the earliest time steps
-// first, so a tile waits only for tiles of CTAs that are running or done.
+// A column is some channels over all of time: of one batch, or, where batches are short, of all batches, one after the other. The
+// first row of each batch begins a scan: its map has scale 0.
 //
-// workspace, zeroed before the launch, or null if columns have one tile each: a counter in its first 16 bytes; then for each level the maps (tile_state.cuh) of its
-// groups: [group][column][line of the map][channel].
+// Where a scan has more than GROUP tiles, a look-back does not read every map. GROUP consecutive tiles of a column are
+// a group, GROUP groups are a group of level 2, and so on. The last tile of a group publishes the map of the whole group. So a
+// look-back reads fewer than GROUP maps on each level: the tiles since the last whole group, the groups since the last whole group
+// of level 2, and so on. The order of operations is fixed, so results are the same in every run. CTAs draw tiles from a counter,
+// those of the earliest time steps first, so a tile waits only for tiles of CTAs that are running or done.
+//
+// workspace, zeroed before the launch, or null if columns have one tile each: a counter in its first 16 bytes; then for each level
+// the maps (tile_state.cuh) of its groups: [group][column][line of the map][channel].
 #pragma once
 // From capability 12.0 on, the shared memory of an SM holds fewer than BLOCKS CTAs, so registers need not be limited for them.
 #if __CUDA_ARCH__ >= 1200
@@ -28,121 +30,270 @@
 #define BLOCKS 1
 #endif
 enum : int { THREADS = 32 * WARPS };
+#include "../common/compiler.cuh"
 #include "../common/copy.cuh"
 #include "../common/shared_memory.cuh"
 #include "../common/tile_state.cuh"
-#include "../linear_scan/sequences.cuh"
+#include "../linear_scan/step.cuh"
 
 enum : int {
-    GROUP = 32,             // tiles of a group, groups of a group of the next level
-    LOOKS = 4,              // maps that a thread reads at once
-    READERS = GROUP / LOOKS, // slots that look back
-    AT_ONCE = 4              // rows that are unrolled: more would be more code, and no faster
+    GROUP = 32,              // tiles of a group, groups of a group of the next level
+    LOOKS = 4,               // maps that a thread reads at once
+    READERS = GROUP / LOOKS, // slots that look back, at most
+    AT_ONCE = 4,             // rows that are unrolled: more would be more code, and no faster
+    PIECE = 16,
+    ITEM = sizeof(Storage),
+    AREA = THREADS * STEPS * ITEM // bytes of the tile of one tensor (scalar.py)
 };
-static_assert(READERS * LANES <= THREADS, "fewer slots than look back");
 
-// A CTA's tile, and in it a thread's channel and rows.
-struct Position {
+template <class T>
+__device__ inline T smaller(T a, T b) { return a < b ? a : b; }
+
+// What the launch says of tiles (scalar.py), in bits of `flags`.
+struct TileShape {
+    const int across, steps;    // channels, and rows of a thread
+    const bool joined, dense;   // whether a column is all batches; whether the rows of a tile have no gaps between them
+
+    __device__ explicit TileShape(i64 flags)
+        : across(int(flags >> 2) & 0x3ff), steps(int(flags >> 12) & 0xff), joined(flags >> 20 & 1), dense(flags >> 21 & 1) {}
+};
+
+// A CTA's tile, and in it a thread's channel and rows. A column has fewer than 2^31 rows.
+struct Position : TileShape {
+    const bool against;
+    const unsigned period;            // rows of a scan
     unsigned columns, column, index;  // how many columns there are, the tile's, and its number along the column
-    int across, slots, lane, slot;
-    unsigned batch, channel;  // the column's first channel
-    i64 first;           // order of the slot's first row
-    int rows, channels;  // of the slot's rows and of the column's channels, those that there are
-    int own;             // rows of the thread's channel, 0 if it has none
-    bool has_channel;
+    int slots, lane, slot;
+    unsigned batches, batch, channel;  // of a column: the batch, or the first one; its first channel
+    int rows, channels;                // of the tile
+    unsigned all, begin, first;        // rows of the column and before the tile; the tile's first in memory
+    int own;                           // rows of the thread's channel, 0 if it has none
 
-    __device__ Position(unsigned* workspace, i64 batches, i64 all_channels, i64 time) {
-        const unsigned wide = unsigned(all_channels), columns_across = (wide + LANES - 1) / LANES;
-        across = int((wide + columns_across - 1) / columns_across);
-        columns = unsigned(batches) * columns_across;
+    __device__ Position(unsigned* workspace, i64 all_batches, i64 all_channels, i64 time, bool against, i64 flags)
+        : TileShape(flags), against(against), period(unsigned(time)), batches(unsigned(all_batches)) {
+        const unsigned wide = unsigned(all_channels), columns_across = (wide + across - 1) / across;
+        columns = (joined ? 1 : batches) * columns_across, all = joined ? batches * period : period;
         __shared__ unsigned drawn[3];
         if (threadIdx.x == 0) {
             const unsigned tile = workspace ? atomicAdd(workspace, 1u) : blockIdx.x;
-            drawn[0] = tile / columns, drawn[1] = tile % columns, drawn[2] = tile % columns / columns_across;
+            drawn[0] = tile / columns, drawn[1] = tile % columns, drawn[2] = drawn[1] / columns_across;
         }
-        slots = int(THREADS) / across, slot = int(threadIdx.x) / across, lane = int(threadIdx.x) - slot * across;
+        slots = int(unsigned(THREADS) / unsigned(across)), slot = int(threadIdx.x / unsigned(across));
+        lane = int(threadIdx.x) - slot * across;
         __syncthreads();
         index = drawn[0], column = drawn[1], batch = drawn[2];
-        channel = (column - drawn[2] * columns_across) * across;
-        channels = int(wide - channel) < across ? int(wide - channel) : across;
-        has_channel = lane < channels && slot < slots;
-        first = (i64(index) * slots + slot) * STEPS;
-        const i64 left = time - first;
-        rows = slot >= slots || left < 0 ? 0 : left < STEPS ? int(left) : STEPS;
-        own = has_channel ? rows : 0;
+        channel = (column - batch * columns_across) * across;
+        channels = smaller(int(wide - channel), across);
+        begin = index * times();
+        rows = int(smaller(all - begin, unsigned(times())));
+        first = against ? all - begin - rows : begin;
+        own = slot < slots && lane < channels && rows > slot * steps ? smaller(rows - slot * steps, steps) : 0;
     }
-    __device__ int times() const { return slots * STEPS; }
-    __device__ bool is_last(i64 time) const { return i64(index + 1) * times() >= time; }
+    __device__ int times() const { return slots * steps; }
+    __device__ bool is_last() const { return begin + rows == all; }
+    // Where the states of a batch of the column lie, by its number in order.
+    __device__ i64 state(unsigned number, i64 by_batch, i64 by_channel) const {
+        const unsigned of = joined ? (against ? batches - 1 - number : number) : batch;
+        return of * by_batch + (channel + lane) * by_channel;
+    }
 };
 
-// A slot's rows of a tensor.
+// Rows of one tensor: the tile's, and others before or after.
 struct Rows {
-    Storage* first;  // the column's first channel
-    i64 apart;       // from row to row
+    char* tile;  // the tile's first row
+    i64 apart;   // bytes from row to row
 
-    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Position& at, const Walk& walk)
-        : first(const_cast<Storage*>(tensor) + at.batch * by_batch + at.channel + walk.at(at.first) * by_time),
-          apart(walk.step(by_time)) {}
-    __device__ void advance(int rows) { first += rows * apart; }
+    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Position& at)
+        : tile(reinterpret_cast<char*>(const_cast<Storage*>(tensor) + (at.batch * by_batch + at.channel + i64(at.first) * by_time))),
+          apart(by_time * i64(ITEM)) {}
+    __device__ char* at(int row) const { return tile + row * apart; }
 };
 
-enum : int { WORD = 4, PER_WORD = WORD / sizeof(Storage), CELL = sizeof(Storage) < WORD ? WORD : sizeof(Storage) };
-// Bytes of one row of all slots in shared memory. They lie together, so threads have no bank conflicts.
-enum : int { ROW = THREADS * CELL };
+// Where rows lie in shared memory, in all tiles alike: rows without gaps as in memory, others with so much between them that no two
+// have a piece in common. A row has the offset to a piece that it has in memory. One more row has room before the tile, and one
+// after it.
+struct Layout {
+    int pitch, first;  // bytes from row to row, and where the tile's first row lies
 
-// The tile of an input in shared memory. Two elements of 16 bits share a word: a row is copied from the word that holds its
-// first channel, to that of its last.
-struct Staged {
-    const int slot;  // in shared memory, in bytes: the first row's first word
-    const int lane;
-    unsigned first = 0, apart = 0;  // elements between the start of a word and the row, modulo 2: of the first row, and from row to row
-
-    __device__ Staged(int input, const Position& at)
-        : slot(input * (STEPS * ROW) + at.slot * at.across * CELL), lane(at.lane) {}
-    __device__ int lead(int k) const { return PER_WORD > 1 ? int(first + k * apart) & 1 : 0; }
-    // The slot's first `rows` rows.
-    __device__ void copy_in(Rows from, const Position& at, int rows) {
-        char* const to = dynamic_rows() + (slot + lane * CELL);
-        if constexpr (PER_WORD > 1) {
-            first = unsigned(reinterpret_cast<u64>(from.first) / sizeof(Storage)), apart = unsigned(from.apart);
-            from.first += lane * PER_WORD;
-            const int left = at.channels - lane * PER_WORD;
-#pragma unroll AT_ONCE
-            for (int k = 0; k < rows; k++, from.advance(1))
-                copy_word_async(to + k * ROW, from.first - lead(k), left + lead(k) > 0);
-        } else {
-            if (lane >= at.channels) rows = 0;
-            from.first += lane;
-#pragma unroll AT_ONCE
-            for (int k = 0; k < rows; k++, from.advance(1))
-#pragma unroll
-                for (int word = 0; word < CELL; word += WORD)
-                    copy_word_async(to + k * ROW + word, reinterpret_cast<const char*>(from.first) + word, true);
-        }
+    // Of the tensor whose rows are to move in whole pieces. Others may, if they lie like it.
+    __device__ Layout(const Rows& model, const Position& at) {
+        const int least = at.dense ? at.across * ITEM : at.across * ITEM + 2 * (PIECE - ITEM);
+        pitch = least + ((int(model.apart) - least) & (PIECE - 1));
+        first = ((pitch + PIECE - 1) & ~(PIECE - 1)) + offset(model);
     }
-    __device__ State get(int k) const {
-        return Element::widen(reinterpret_cast<const Storage*>(dynamic_rows() + (slot + k * ROW))[lane + lead(k)]);
+    __device__ static int offset(const Rows& rows) { return int(reinterpret_cast<u64>(rows.tile)) & (PIECE - 1); }
+    __device__ int of(int row) const { return first + row * pitch; }
+    __device__ bool fits(const Rows& rows) const {
+        return ((offset(rows) - first) & (PIECE - 1)) == 0 && ((int(rows.apart) - pitch) & (PIECE - 1)) == 0;
     }
 };
 
-// Gates. Of which a channel has one for all time steps, they are read once for each thread.
-struct Gates {
-    Staged staged;
-    const bool one;
-    State gate = State(0);
+// A thread's row, from one to the next: the place of its element in the first tile.
+struct Cursor {
+    int place, step;
 
-    __device__ Gates(const Rows& from, const Position& at) : staged(0, at), one(from.apart == 0) {
-        if (!one) staged.copy_in(from, at, at.rows);
-        else if (at.has_channel) gate = Element::widen(from.first[at.lane]);
+    __device__ Cursor(const Layout& layout, const Position& at) {
+        const int k = at.slot * at.steps;
+        place = layout.of(at.against ? at.rows - 1 - k : k) + at.lane * ITEM;
+        step = at.against ? -layout.pitch : layout.pitch;
     }
-    __device__ State get(int k) const { return one ? gate : staged.get(k); }
+    __device__ void advance() { place += step; }
+    __device__ int at() const { return place; }
 };
+__device__ inline Storage& element(int tile, int at) { return *reinterpret_cast<Storage*>(dynamic_rows() + (tile * AREA + at)); }
+__device__ inline State get(int tile, int at) { return Element::widen(element(tile, at)); }
 
+// How the CTA shares the pieces of rows: `side_by_side` threads have pieces of one row, and `lines` rows are moved at once.
+struct Movers {
+    int side_by_side, lines, line, first;  // first: bytes from the row's first piece to the thread's first
+
+    __device__ Movers(const Layout& layout, const Position& at) {
+        const unsigned across = at.dense ? unsigned(THREADS) : unsigned(layout.pitch + PIECE - 1) / PIECE;
+        lines = int(THREADS / across), line = at.dense ? 0 : int(threadIdx.x / across), side_by_side = int(across);
+        first = (int(threadIdx.x) - line * side_by_side) * PIECE;
+    }
+};
+// Calls piece(in memory, in shared memory, lead, bytes) for the pieces of the rows [begin, end) of a tile: of a piece, what lies from
+// byte `lead` to byte `bytes` belongs to the rows.
+template <class Piece>
+__device__ inline void for_pieces(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
+                                  int begin, int end, const Piece& piece) {
+    const int bytes = (at.dense ? end - begin : 1) * at.channels * ITEM, after = at.dense ? begin + 1 : end;
+    if (movers.line >= movers.lines) return;
+#pragma unroll 1
+    for (int row = begin + movers.line; row < after; row += movers.lines) {
+        const int to = layout.of(row), lead = to & (PIECE - 1);
+        char *const shared = dynamic_rows() + (tile * AREA + to - lead), *const memory = rows.at(row) - lead;
+#pragma unroll 1
+        for (int c = movers.first; c < lead + bytes; c += movers.side_by_side * PIECE)
+            piece(memory + c, shared + c, c < lead ? lead - c : 0, smaller(lead + bytes - c, int(PIECE)));
+    }
+}
+// Calls visit(in memory, in shared memory) for the elements of the rows [begin, end).
+template <class Visit>
+__device__ inline void for_elements(const Rows& rows, const Layout& layout, const Position& at, int tile, int begin, int end,
+                                    const Visit& visit) {
+    if (at.lane >= at.channels || at.slot >= at.slots) return;
+#pragma unroll 1
+    for (int row = begin + at.slot; row < end; row += at.slots)
+        visit(*(reinterpret_cast<Storage*>(rows.at(row)) + at.lane), element(tile, layout.of(row) + at.lane * ITEM));
+}
+__device__ inline void copy_in(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
+                               int begin, int end) {
+    if (layout.fits(rows))
+        for_pieces(rows, layout, movers, at, tile, begin, end,
+                   [](const char* from, char* to, int, int end) {
+                       if (end == PIECE) copy_async<true>(to, from, true);
+                       else copy_async_first<false>(to, from, end, true);
+                   });
+    else
+        for_elements(rows, layout, at, tile, begin, end, [](const Storage& from, Storage& to) { to = from; });
+}
+__device__ inline void copy_out(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile) {
+    if (layout.fits(rows))
+        for_pieces(rows, layout, movers, at, tile, 0, at.rows, [](char* to, const char* from, int begin, int end) {
+            if (begin == 0 && end == PIECE) return store_global(to, *reinterpret_cast<const uint4*>(from));
+#pragma unroll 1
+            for (int i = begin; i < end; i += ITEM)
+                *reinterpret_cast<Storage*>(to + i) = *reinterpret_cast<const Storage*>(from + i);
+        });
+    else
+        for_elements(rows, layout, at, tile, 0, at.rows, [](Storage& to, const Storage& from) { to = from; });
+}
 __device__ inline void wait_for_tile() {
     commit_copies();
     wait_for_copies<0>();
     __syncthreads();
 }
+
+// Where N rows of a thread lie in shared memory, one after the other, and behind them the row that follows.
+template <int N>
+struct RowsAhead {
+    int at[N + 1];
+    __device__ explicit RowsAhead(Cursor& cursor) {
+#pragma unroll
+        for (int k = 0; k < N; k++, cursor.advance()) at[k] = cursor.at();
+        at[N] = cursor.at();
+    }
+    __device__ void read(int tile, State (&values)[N], int later = 0) const {
+#pragma unroll
+        for (int k = 0; k < N; k++) values[k] = get(tile, at[k + later]);
+    }
+};
+// Passes over a thread's rows as parts of scans: pass.begin(number of the scan, whether the part begins the scan, whether it ends it),
+// then pass.rows<N>(cursor, rows left of the part) for N rows each, then pass.end(number) if the part ends the scan.
+template <class Pass>
+__device__ inline void for_rows(const Position& at, Cursor cursor, Pass& pass) {
+    const unsigned order = at.begin + at.slot * at.steps;
+    unsigned scan = at.joined ? order / at.period : 0, place = order - scan * at.period;
+#pragma unroll 1
+    for (int left = at.own; left > 0; scan++, place = 0) {
+        const bool ends = at.period - place <= unsigned(left);
+        int run = ends ? int(at.period - place) : left;
+        left -= run;
+        pass.begin(scan, place == 0, ends);
+#pragma unroll 1
+        for (; run >= AT_ONCE; run -= AT_ONCE) pass.template rows<AT_ONCE>(cursor, run);
+#pragma unroll 1
+        for (; run > 0; run--) pass.template rows<1>(cursor, run);
+        if (ends) pass.end(scan);
+    }
+}
+
+// States of the channel at the ends of scans, or null: before them, and after them, in the direction of the walk.
+struct Ends {
+    const Position& at;
+    const State* before;
+    State* after;
+    i64 by_batch, by_channel;
+
+    __device__ State read(const State* states, unsigned scan) const {
+        return states ? states[at.state(scan, by_batch, by_channel)] : State(0);
+    }
+    __device__ State enter(unsigned scan) const { return read(before, scan); }
+    __device__ void leave(unsigned scan, State x) const {
+        if (after) after[at.state(scan, by_batch, by_channel)] = x;
+    }
+};
+// What maps are made of: gates, from the first tile, or one of each channel; and tokens or their gradients, from the second tile.
+struct Inputs {
+    const bool one_gate;
+    const State gate;
+
+    __device__ Inputs(const Storage* gates, i64 by_batch, i64 by_time, const Position& at)
+        : one_gate(by_time == 0),
+          gate(one_gate && at.own ? Element::widen(gates[at.batch * by_batch + at.channel + at.lane]) : State(0)) {}
+    template <int N>
+    __device__ void read(const RowsAhead<N>& rows, State (&gates)[N], State (&others)[N]) const {
+        rows.read(1, others);
+        if (!one_gate) rows.read(0, gates);
+        else
+#pragma unroll
+            for (int k = 0; k < N; k++) gates[k] = gate;
+    }
+};
+// Composes a thread's rows. DirectedStep is ForwardStep or BackwardStep.
+template <class DirectedStep>
+struct Composing {
+    const Inputs& inputs;
+    const Ends& ends;
+    Affine own;
+
+    __device__ Composing(const Inputs& inputs, const Ends& ends) : inputs(inputs), ends(ends) {}
+    __device__ void begin(unsigned scan, bool is_first, bool) {
+        const State x = is_first ? ends.enter(scan) : State(0);
+        own.scale = chosen(is_first, State(0), own.scale), own.shift = chosen(is_first, x, own.shift);
+        if (COMPENSATED) own.error_term = chosen(is_first, State(0), own.error_term);
+    }
+    template <int N>
+    __device__ void rows(Cursor& cursor, int) {
+        State gates[N], others[N];
+        inputs.read(RowsAhead<N>(cursor), gates, others);
+#pragma unroll
+        for (int k = 0; k < N; k++) own = compose(own, DirectedStep::map(gates[k], others[k]));
+    }
+    __device__ void end(unsigned) {}
+};
 
 // The maps of tiles, groups, groups of groups, …, of one level at a time.
 struct Level {
@@ -157,55 +308,83 @@ struct Level {
 // What a CTA needs to know of the tiles before its own. The threads of the last slot compose maps for all others.
 struct Prefix {
     const Position& at;
-    const i64 time;
     Stored<>* maps;      // in shared memory, of a thread each
     const bool composes;  // whether the thread is of the last slot
     Affine slots, tile, tiles;  // of the slots before the thread's; and, in the last slot, of the tile and of those before
 
-    __device__ Prefix(const Position& at, i64 time) : at(at), time(time), composes(at.slot == at.slots - 1) {
+    __device__ explicit Prefix(const Position& at) : at(at), composes(at.slot == at.slots - 1) {
         __shared__ Stored<> shared[THREADS];
         maps = shared;
     }
-    // `map` composes the thread's rows.
+    // `map` composes the thread's rows. Slots of a warp are composed by shuffles, then those of the warps before.
     __device__ void scan(Affine map) {
-        const int number = int(threadIdx.x), last = (at.slots - 1) * at.across;
+        const int number = int(threadIdx.x), lane = number % 32;
 #pragma unroll 1
-        for (int distance = at.across; distance <= last; distance *= 2) {
-            maps[number] = map;
-            __syncthreads();
-            if (number >= distance) map = compose(Affine(maps[number - distance]), map);
-            __syncthreads();
+        for (int distance = at.across; distance < 32; distance *= 2) {
+            const Affine lower = from_lower(map, distance);
+            if (lane >= distance) map = compose(lower, map);
         }
         maps[number] = map;
         __syncthreads();
-        if (at.slot > 0) slots = maps[number - at.across];
-        tile = map;
+        Affine before;
+        if (at.across >= 32) {
+#pragma unroll 1
+            for (int other = at.lane; other < number; other += at.across) before = compose(before, Affine(maps[other]));
+            slots = before;
+        } else {
+            // The last thread of each warp that has the channel; `back` says how many threads before the warp's last.
+            const int shift = 32 % at.across;
+            int back = (31 - at.lane) % at.across;
+#pragma unroll 1
+            for (int last = 31; last < number - lane; last += 32) {
+                before = compose(before, Affine(maps[last - back]));
+                back += shift, back -= back >= at.across ? at.across : 0;
+            }
+            const Affine lower = from_lower(map, at.across);
+            slots = lane >= at.across ? compose(before, lower) : before;
+        }
+        tile = compose(before, map);
     }
     __device__ void look_back(uint4* workspace) {
+        const unsigned times = at.times();
         const i64 of_column = i64(MAP_LINES) * at.across;
-        Level level{workspace + at.column * of_column + at.lane, at.columns * of_column,
-                    unsigned((time - 1) / at.times()) + 1};
+        Level level{workspace + at.column * of_column + at.lane, at.columns * of_column, (at.all - 1) / times + 1};
         if (composes) publish(level.of(at.index), at.across, tile);
         Affine group = tile;
         bool completes = composes;  // whether the tile is the last of its group, the group the last of its own, and so on
 #pragma unroll 1
         for (unsigned place = at.index;; place /= GROUP) {
-            const int before = place % GROUP, first = at.slot * LOOKS;
-            __syncthreads();  // what `maps` held has been read
-            if (first < before) maps[threadIdx.x] = composed(level.of(place - before + first), level.apart, before - first);
-            __syncthreads();
+            // Where batches are joined, a scan has few tiles: those before this one are read, in whatever group they are.
+            const int before = at.joined ? (at.begin % at.period + times - 1) / times : place % GROUP;
+            const Affine since = read(level, place - before, before);
             level.ascend();
             if (composes) {
-                Affine since;
-#pragma unroll 1
-                for (int reader = 0; reader * LOOKS < before; reader++)
-                    since = compose(since, Affine(maps[reader * at.across + at.lane]));
                 tiles = compose(since, tiles), group = compose(since, group);
                 completes = completes && before == GROUP - 1;
                 if (completes) publish(level.of(place / GROUP), at.across, group);
             }
-            if (place < GROUP) break;
+            if (at.joined || place < GROUP) break;
         }
+    }
+    // In the last slot, the composition of `count` maps. Each of the other slots that read composes some of them.
+    __device__ Affine read(const Level& level, unsigned first, int count) {
+        const int readers = at.slots < READERS ? at.slots : int(READERS);
+        const int share = (count + readers * LOOKS - 1) / (readers * LOOKS) * LOOKS, own = at.slot * share;
+        __syncthreads();  // what `maps` held has been read
+        if (own < count) {
+            Affine run;
+#pragma unroll 1
+            for (int i = own; i < own + share && i < count; i += LOOKS)
+                run = compose(run, composed(level.of(first + i), level.apart, count - i));
+            maps[threadIdx.x] = run;
+        }
+        __syncthreads();
+        Affine all;
+        if (composes)
+#pragma unroll 1
+            for (int reader = 0; reader * share < count; reader++)
+                all = compose(all, Affine(maps[reader * at.across + at.lane]));
+        return all;
     }
     __device__ Affine composed(const uint4* first, i64 apart, int count) const {
         PendingMaps<LOOKS> pending;
@@ -218,30 +397,27 @@ struct Prefix {
     }
 };
 
-// The state before the thread's rows, whose composed map is `own`. `before` and `after`: the channel's states before and after
-// the scan, or null. To be called by the whole CTA.
-__device__ inline State enter_rows(const Affine& own, const Position& at, void* workspace, i64 time, const State* before,
-                                   State* after) {
-    __shared__ State entering[LANES];
-    Prefix prefix(at, time);
-    prefix.scan(own);
+// The state before the thread's rows. To be called by the whole CTA. The first row of each scan has scale 0, so the map of all rows
+// before the thread's has, too: its shift is the state.
+template <class DirectedStep>
+__device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const Position& at, const Cursor& cursor, void* workspace) {
+    __shared__ State entering[THREADS];
+    Composing<DirectedStep> pass(inputs, ends);
+    for_rows(at, cursor, pass);
+    Prefix prefix(at);
+    prefix.scan(pass.own);
     // A launch of one tile for each column has no room for maps.
     if (workspace) prefix.look_back(static_cast<uint4*>(workspace) + 1);
-    if (prefix.composes) {
-        RunningPrefix x = at.has_channel && before ? *before : State(0);
-        if (at.index > 0) x = prefix.tiles(x);
-        entering[at.lane] = x.x;
-        if (at.has_channel && after && at.is_last(time)) *after = prefix.tile(x).x;
-    }
+    if (prefix.composes) entering[at.lane] = prefix.tiles.shift;
     __syncthreads();
-    const State x = entering[at.lane];
+    const State x = at.lane < at.across ? entering[at.lane] : State(0);
     return at.slot > 0 ? prefix.slots(x) : x;
 }
 
 // Steps of a sum over time. Where channels have one gate, gates_grad has time / SUM_STEPS + 1 sums for each state (problem.py).
 enum : int { SUM_STEPS = 64 };
 // The sum over the tile's rows goes to the first of the pieces that are the tile's own, which lie `apart`. The others hold zeros.
-__device__ inline void add_up(State sum, const Position& at, i64 time, State* sums, i64 apart) {
+__device__ inline void add_up(State sum, const Position& at, State* sums, i64 apart) {
     __shared__ State of_slots[THREADS];
 #pragma unroll 1
     for (int count = at.slots; count > 1; count = (count + 1) / 2) {
@@ -253,8 +429,8 @@ __device__ inline void add_up(State sum, const Position& at, i64 time, State* su
     }
     of_slots[threadIdx.x] = sum;
     __syncthreads();
-    if (!at.has_channel) return;
+    if (at.lane >= at.channels || at.slot >= at.slots) return;
     const i64 begin = i64(at.index) * at.times() / SUM_STEPS, next = i64(at.index + 1) * at.times() / SUM_STEPS;
-    const i64 end = at.is_last(time) ? time / SUM_STEPS + 1 : next;
+    const i64 end = at.is_last() ? at.period / SUM_STEPS + 1 : next;
     for (i64 i = begin + at.slot; i < end; i += at.slots) sums[i * apart] = i == begin ? of_slots[at.lane] : State(0);
 }

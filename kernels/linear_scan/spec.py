@@ -4,8 +4,8 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with the
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
-16-byte boundaries, ``narrow`` few contiguous channels of float32 at any address, ``scalar`` contiguous channels at any address,
-element by element; ``generic`` takes all.
+16-byte boundaries, ``multi_cta`` such rows in few columns of 16-bit elements, ``narrow`` few contiguous channels of float32 at any
+address, ``scalar`` contiguous channels at any address, in tiles that look back; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
     columns,
     cuda_tiles,
+    multi_cta,
     narrow,
     packed,
     registers,
@@ -158,7 +159,9 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "MAY_RESET": _may_reset(variant),
         "MISALIGNED": int(access == "misaligned"),
         **({"NARROW": 1, "AREA": narrow.AREA} if access == space.NARROW else {}),
-        **({"SCALAR": 1} if access == space.SCALAR else {}),
+        # The first row of each scan in a tile starts a new one.
+        **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),
+        **({"MISALIGNED": 1} if access == space.MULTI_CTA else {}),
         "STAGES": 0,
         "PREFIX_LEAD": 0,
         "CTAS_PER_COLUMN": 1,
@@ -184,10 +187,18 @@ def _cuda_launch(variant: Variant, problem: LinearScanProblem, sm_count: int) ->
     return design_of(variant).launch(variant, problem, sm_count)
 
 
+def _exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
+    if variant.text("access") == space.MULTI_CTA:
+        return multi_cta.exceeds_residency(variant, problem, sm_count)
+    return streams.exceeds_residency(variant, problem, sm_count)
+
+
 def _may_spill(kernel: str, defaults: Space) -> Iterator[Variant]:
-    """Backwards over rows with packed sequences, 8 bytes a thread on sm_100: a warp less would take 10% more time on an H200."""
-    for statics in defaults if kernel == "time_last_backward" else ():
-        if ("access", space.VARLEN) in statics:
+    """Backwards over rows with packed sequences, 8 bytes a thread on sm_100: a warp less would take 10% more time on an H200. Tiles
+    that look back, up to 16 bytes a thread on sm_90: a CTA less for each SM would take 6 to 15% more, also on an H200."""
+    spilling = {"time_last_backward": space.VARLEN}.get(kernel, space.SCALAR)
+    for statics in defaults:
+        if ("access", spilling) in statics:
             yield Variant(FAMILY_NAME, kernel, "cuda", statics)
 
 
@@ -215,8 +226,9 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
         rules=Rules(
             accepts=_cuda_accepts,
             kind_mismatch=_rejects_static,
-            exceeds_residency=streams.exceeds_residency,
+            exceeds_residency=_exceeds_residency,
             serves=partial(cuda_tiles.serves, direction),
+            ships=cuda_tiles.ships,
         ),
         cost=_cuda_cost,
         launch=_cuda_launch,

@@ -214,7 +214,7 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         blocks = _columns(variant, problem) * _ctas_per_column(variant)
         if _ctas_per_column(variant) == 1:
             return Launch((blocks, 1, 1), problem.scalars())
-        return Launch((blocks, 1, 1), problem.scalars(), _descriptor_bytes(variant, blocks))
+        return Launch((blocks, 1, 1), problem.scalars(), descriptor_bytes(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
 
@@ -259,7 +259,7 @@ def _is_single_wave(variant: Variant) -> bool:
     return "single_wave" in dict(variant.statics)
 
 
-def _descriptor_bytes(variant: Variant, blocks: int) -> int:
+def descriptor_bytes(variant: Variant, blocks: int) -> int:
     """Bytes of a counter, and of a ring of tiles for each CTA with a descriptor for each channel."""
     turns = 2 * (variant.number("aggregate_lead") + 1)
     return COUNTER + blocks * turns * scans(variant) * _WORD

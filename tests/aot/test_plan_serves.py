@@ -100,7 +100,7 @@ def test_the_problems_are_of_all_kinds() -> None:
         for kernel in FAMILY.kernels
         if kernel.tunable.shape and kernel.name == problem.kernel and not problem.sums
     }
-    assert kinds == {"aligned", "generic", "misaligned", "scalar", "varlen"}
+    assert kinds == {"aligned", "generic", "misaligned", "multi_cta", "scalar", "varlen"}
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids=[arch.label for arch in ARCHS])

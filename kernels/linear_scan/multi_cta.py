@@ -1,0 +1,89 @@
+"""Misaligned rows of 16-bit elements, in columns of 64 channels that several CTAs share (``multi_cta_column.cuh``): the tile, what
+takes it, and how it launches.
+
+They are for few columns, of which each has as many CTAs as there is room for, up to ``ctas_per_column``. The rings for aligned rows
+are in ``rings.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scan_registry.kernels.linear_scan import rings, streams
+from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, ceil_div
+from scan_registry.kernels.linear_scan.space import MULTI_CTA, Tile
+from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
+
+#: SMs of the GPUs that it was timed on, which say what it is the fastest for.
+_SMS = 132
+#: CTAs of a column at least, and scans times CTAs of each from which it is faster than tiles that look back.
+_LEAST_CTAS, _LEAST_SCANS = 2, 4400
+#: Steps below which no CTA has several tiles.
+_LEAST_TIME = 512
+_CHANNELS = 64
+
+
+def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """The one that wheels hold for every GPU that has room for it."""
+    if ITEM_SIZE[dtype] == 2:
+        column = {"warps": 8, "lanes_across": 32, "vector": 2}
+        ring = {"steps": 16, "stages": 5, "ctas_per_column": 4, "aggregate_lead": 3}
+        if direction == "backward":
+            ring = {"steps": 12, "stages": 4, "ctas_per_column": 4, "aggregate_lead": 2}
+        yield from rings.resident(direction, dtype, {**column, **ring}, 1, MULTI_CTA)
+
+
+def sums(variant: Variant) -> bool:
+    return False
+
+
+def shared(direction: Direction, variant: Variant) -> int:
+    return streams.shared(direction, variant)
+
+
+def times(variant: Variant) -> int:
+    """Time steps that a tile covers."""
+    return streams.times(variant)
+
+
+def _columns(problem: LinearScanProblem) -> int:
+    return problem.batch * ceil_div(problem.channels, _CHANNELS)
+
+
+def _ctas(variant: Variant, problem: LinearScanProblem, sm_count: int) -> int:
+    """How many share a column, on a GPU that runs one on each SM."""
+    return min(variant.number("ctas_per_column"), sm_count // _columns(problem))
+
+
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why it does not solve a problem, or is not the fastest for it."""
+    if problem.whole_chunks(problem.chunk()) or not problem.congruent():
+        return "rows are aligned, or lie at other offsets to 16 bytes in some tensors"
+    if problem.sums or problem.has_one_gate():
+        return "each channel has one gate for all time steps"
+    ctas = _ctas(variant, problem, _SMS)
+    if ctas < _LEAST_CTAS:
+        return f"{_columns(problem)} columns; a GPU has no room for several CTAs of each"
+    if problem.time < _LEAST_TIME or problem.batch * problem.channels * ctas < _LEAST_SCANS:
+        return "tiles that look back are faster for so few scans or steps"
+    return None
+
+
+def cost(variant: Variant, problem: LinearScanProblem) -> float:
+    """It takes only what it is the fastest for, of which tiles that look back take some, too."""
+    return -2.0
+
+
+def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
+    """Why a GPU does not hold several CTAs of each column at once, which wait for one another."""
+    if _ctas(variant, problem, sm_count) < _LEAST_CTAS:
+        return f"{_columns(problem)} columns; {sm_count} SMs run no {_LEAST_CTAS} blocks of each at once"
+    return None
+
+
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
+    """As many CTAs for each column as run at once. The kernel reads how many from its flags."""
+    ctas = max(_LEAST_CTAS, _ctas(variant, problem, sm_count))
+    blocks = _columns(problem) * ctas
+    workspace = streams.descriptor_bytes(variant, blocks)
+    return Launch((blocks, 1, 1), problem.scalars(ctas), workspace)

@@ -1,0 +1,72 @@
+"""CUDA kernels of linear_scan over misaligned rows in columns that several CTAs share, in an emulator of the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from contiguous_channels import DIRECTIONS, UNTOUCHED, only_kernel, posed, surrounded
+
+from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan.space import MULTI_CTA, SCALAR
+
+#: (batch, channels, time): a column that is not full, one of a single channel more than a column has, and time steps that end within a
+#: tile; two and three CTAs for each column.
+SHAPES = ((1, 61, 1100), (1, 65, 700), (2, 37, 900), (1, 64, 517))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "dtype"), [*product(DIRECTIONS, ["bfloat16", "float16"])])
+def test_ctas_that_share_misaligned_columns(
+    direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """The results are right, and nothing beside them changes, wherever rows start in their 16 bytes."""
+    kernel, variant = only_kernel(direction, MULTI_CTA, dtype)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    for seed, (shape, states) in enumerate(product(SHAPES, (True, False))):
+        setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
+        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
+        tensors, memories = dict(case.tensors), []
+        for name, tensor in case.tensors.items():
+            if tensor is not None and tensor.dim() == 4:
+                memory, tensors[name] = surrounded(tensor, 0, UNTOUCHED)
+                memories += [memory] if name in case.expected else []
+        library.run(case.problem, tensors, seed)
+        assert replace(case, tensors=tensors).error() <= cases.TOLERANCE[dtype], (shape, setting)
+        for name in case.expected:
+            tensors[name].fill_(UNTOUCHED)
+        assert all(bool((memory == UNTOUCHED).all()) for memory in memories), (shape, setting)
+
+
+@pytest.mark.parametrize(
+    ("case", "access", "ctas"),
+    [
+        ("8,4099,301:bfloat16", MULTI_CTA, 3),
+        ("4,8192,999:float16", MULTI_CTA, 2),
+        ("1,1716,1193:bfloat16", MULTI_CTA, 4),
+        ("8,4099,1001:bfloat16", "misaligned", None),
+        ("6,10000,130:bfloat16", SCALAR, None),
+        ("4,8192,1000:float16", "aligned", None),
+        ("4,400,999:float16", "misaligned", None),
+    ],
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_takes_few_columns_of_many_channels(
+    case: str, access: str, ctas: int | None, direction: str
+) -> None:
+    """On a GPU of 132 SMs. Fewer SMs leave a column fewer CTAs, or have no room for two of each."""
+    problem = posed(case, direction)
+    kernel, variant = only_kernel(direction, MULTI_CTA, problem.dtype)
+    assert kernel.tunable.shape is not None
+    assert f"access={access}" in kernel.tunable.shape(problem).kind
+    if ctas is None:
+        assert kernel.rules.accepts(variant, problem) is not None
+        return
+    columns = problem.batch * -(-problem.channels // 64)
+    assert kernel.rules.accepts(variant, problem) is None
+    assert kernel.launch(variant, problem, 132).grid == (columns * ctas, 1, 1)
+    assert kernel.rules.exceeds_residency(variant, problem, 132) is None
+    assert kernel.rules.exceeds_residency(variant, problem, 2 * columns - 1) is not None

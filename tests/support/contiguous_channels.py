@@ -1,0 +1,58 @@
+"""Problems of contiguous channels for tests of kernels in an emulator, and memory in which a kernel's mistakes show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Kernel, Variant
+
+DIRECTIONS = ("forward", "backward")
+#: Elements before and behind each tensor. They hold a number that no result has, or NaN.
+AROUND, UNTOUCHED = 512, 77.0
+
+
+def only_kernel(direction: str, access: str, dtype: str) -> tuple[Kernel, Variant]:
+    """A kernel, and its one variant of a dtype and an access."""
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    pins = {("access", access), ("dtype", dtype)}
+    (variant,) = (v for v in kernel.variants if pins <= {*v.statics})
+    return kernel, variant
+
+
+def surrounded(
+    tensor: torch.Tensor, offset: int, around: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory full of ``around``, and in it a copy of the tensor with the same strides, so many elements off a boundary of 16
+    bytes."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.full((extent + 2 * AROUND + offset,), around, dtype=tensor.dtype)
+    placed = memory.as_strided(tensor.shape, tensor.stride(), AROUND + offset)
+    placed.copy_(tensor)
+    return memory, placed
+
+
+def posed(
+    case: str, direction: str = "forward", alignment: int = 16, gate_stride: int | None = None
+) -> LinearScanProblem:
+    """The problem of a case of contiguous channels: "batch,time,channels:dtype"."""
+    sizes, dtype = case.split(":")
+    batch, time, channels = map(int, sizes.split(","))
+    rows = Strides(0, channels * time, 1, channels)
+    gates = rows if gate_stride is None else replace(rows, batch=0, time=gate_stride)
+    others = (rows,) * (len(STRIDED[direction]) - 2)  # type: ignore[index]
+    return LinearScanProblem(
+        direction=direction,  # type: ignore[arg-type]
+        layout="channel_last",
+        dtype=dtype,
+        gates_dtype=dtype,
+        outer=1,
+        batch=batch,
+        channels=channels,
+        time=time,
+        strides=(gates, *others, Strides(0, channels, 1, 0)),
+        alignment=alignment,
+    )
