@@ -253,18 +253,17 @@ class UpdateProblem:
     def vector(self) -> int:
         """Channels of a thread: four that lie together, if the kernel has a way for their rows of the state; else one."""
         x, state, y = self.strides
-        outside = {x.batch, x.time, y.batch, y.time, state.batch}
         alone = self.time == 1 and not self.sequences and self.in_order
-        if alone:
-            outside -= {x.time, y.time}
         by_rows = alone and state.time == 1 and state.channel == self.length in (3, 4)
-        if state.channel == 1:
-            outside.add(state.time)
         together = x.channel == y.channel == 1 and (state.channel == 1 or by_rows)
         size = 4 if self.wide_weights else ITEM_SIZE[self.dtype]
         fits = self.width == 4 and self.alignment >= 4 * size
-        whole = all(number % 4 == 0 for number in (self.channels, *outside))
-        return 4 if together and fits and whole else 1
+        outside = [(self.batch, x.batch), (self.batch, y.batch), (self.slots, state.batch)]
+        outside += [(self.time, x.time), (self.time, y.time)]
+        if state.channel == 1:
+            outside.append((self.length, state.time))
+        whole = all(stride % 4 == 0 for count, stride in outside if count > 1)
+        return 4 if together and fits and whole and self.channels % 4 == 0 else 1
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""

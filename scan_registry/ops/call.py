@@ -51,6 +51,11 @@ def unobserved(*tensors: Tensor | None) -> bool:
     forward-mode derivatives see, or change, only what it dispatches. For tensors on meta it finds what
     computes nothing, where plain torch would read the values of ``cu_seqlens``.
     """
+    return are_plain(*tensors) and undisturbed()
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether all have elements at their addresses, which mean what they are."""
     for tensor in tensors:
         if tensor is not None and (
             type(tensor) not in PLAIN_TYPES
@@ -62,7 +67,7 @@ def unobserved(*tensors: Tensor | None) -> bool:
             or _is_legacy_batched(tensor)
         ):
             return False
-    return undisturbed()
+    return True
 
 
 def undisturbed() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from scan_registry.base.alignment import common_alignment
 from scan_registry.dispatch import policy
 from scan_registry.kernels.state_rows.spec import FAMILY, UNITS, RowsProblem
-from scan_registry.ops.call import unobserved
+from scan_registry.ops.call import OBSERVERS, are_plain
 from scan_registry.ops.launching import plan_cache
 from scan_registry.runtime.loader import prepare
 
@@ -26,11 +26,17 @@ def copy_rows(
     ``states`` lie without gaps, in the dtype of the pool. An index that is below zero or too large, or ``pad_slot``, stands for no
     row: states are zeros, or the state is not written.
     """
-    if torch.compiler.is_compiling() or not pool.is_cuda or not unobserved(pool, states, indices):
+    if torch.compiler.is_compiling() or not _on_gpu(pool):
+        return False
+    if not are_plain(pool, states, indices) or any(observer() for observer in OBSERVERS):
         return False
     own = indices.contiguous()
     copied: bool = plan_cache.run(_plan, (pool, states, own), pad_slot, scatter)
     return copied
+
+
+def _on_gpu(pool: Tensor) -> bool:
+    return pool.is_cuda
 
 
 def _plan(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import operators
 from scan_registry.kernels.state_rows import cases, reference
 from scan_registry.kernels.state_rows.spec import FAMILY, RowsProblem
+from scan_registry.ops import row_copies
+from scan_registry.ops.pools import StateRows
 from scan_registry.runtime import jit
 
 (KERNEL,) = FAMILY.kernels
@@ -60,3 +64,55 @@ def test_a_grid_has_a_last_row() -> None:
 def test_it_compiles_without_spills(arch: str) -> None:
     binary, _ = compile_variant(VARIANT, Target.parse(arch))
     assert not binary.spill_bytes
+
+
+def of_floats(*shape: int) -> Tensor:
+    return torch.randn(9, *shape)
+
+
+POOLS = {
+    "dense": lambda: of_floats(3, 4, 8),
+    "two bytes": lambda: of_floats(5, 3).bfloat16(),
+    "runs with gaps": lambda: of_floats(6, 4)[..., :3],
+    "slots with gaps": lambda: of_floats(2, 6, 4)[:, 1],
+    "channels together": lambda: of_floats(3, 8).transpose(1, 2),
+    "gaps between gaps": lambda: of_floats(4, 6, 8)[:, ::2, ::3, :4],
+}
+LEFT_TO_TORCH = ("channels together", "gaps between gaps")
+
+
+@pytest.mark.parametrize("wide", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("name", POOLS)
+def test_rows_of_pools_are_those_that_torch_copies(
+    name: str,
+    wide: torch.dtype,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, with the emulator in place of the launch; pools that the kernel cannot read are left to torch."""
+    torch.manual_seed(0)
+    library, problems = cuda_emulator.emulated(KERNEL, VARIANT, tmp_path), []
+
+    def prepare(ordinal: Any, family: Any, problem: RowsProblem, *_: Any) -> Any:
+        problems.append(problem)
+        assert KERNEL.rules.accepts(VARIANT, problem) is None
+        return SimpleNamespace(launch=True, run=lambda tensors: library.run(problem, tensors, 0))
+
+    pool = POOLS[name]()
+    indices = torch.tensor([3, -1, 8, 5, 9, 0]).to(wide)
+    rows = StateRows(pool.clone(memory_format=torch.preserve_format), indices, pad_slot_id=5)
+    own = torch.empty_strided(pool.shape, pool.stride(), dtype=pool.dtype).copy_(pool)
+    emulated = rows._replace(pool=own)
+    states = torch.randn(6, *pool.shape[1:])
+    expected = rows.read()
+    rows.write(states, indices)
+    monkeypatch.setattr(row_copies, "prepare", prepare)
+    monkeypatch.setattr(row_copies, "_on_gpu", lambda pool: True)
+    monkeypatch.setattr(row_copies, "plan_cache", row_copies.plan_cache.__class__())
+    assert torch.equal(emulated.read(), expected)
+    version = own._version
+    emulated.write(states, indices)
+    assert torch.equal(own, rows.pool)
+    assert own._version > version
+    assert len(problems) == (0 if name in LEFT_TO_TORCH else 2)

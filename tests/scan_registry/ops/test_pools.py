@@ -346,3 +346,24 @@ def test_a_graph_reads_rows_anew(name: str) -> None:
         graph.replay()
         torch.testing.assert_close(captured, run(before))
         torch.testing.assert_close(prompts.pool, before)
+
+
+@pytest.mark.gpu
+def test_rows_are_copied_in_one_launch_each_way() -> None:
+    prompts = Prompts("ssd_scan", torch.float32, "cuda", packed=False)
+    arguments = {n: t.cuda() for n, t in {**prompts.timed, **prompts.fixed}.items()}
+    slots = torch.arange(SEQUENCES, dtype=torch.int32, device="cuda")
+
+    def run(rows: StateRows | None) -> list[str]:
+        for _ in range(2):
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA]
+            ) as profile:
+                prompts.operator.run(**arguments, initial_state=rows)
+                torch.cuda.synchronize()
+        on_gpu = torch.autograd.DeviceType.CUDA
+        return [event.name for event in profile.events() if event.device_type == on_gpu]
+
+    names = run(StateRows(prompts.pool, slots))
+    assert names.count("state_rows") == 2
+    assert (names[0], names[-1]) == ("state_rows", "state_rows")

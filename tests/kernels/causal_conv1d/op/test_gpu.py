@@ -165,6 +165,7 @@ def test_updates(rows: bool, ring: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for batch, channels, steps, width, length in (
         (1, 5, 1, 4, 3), (64, 2048, 1, 4, 4), (7, 33, 3, 3, 9), (2, 100, 12, 8, 7), (3, 65, 1, 2, 1),
+        (6, 260, 1, 4, 3), (5, 256, 1, 4, 8), (3, 256, 1, 4, 3),
     ):  # fmt: skip
         x = torch.randn(batch, channels, steps, device="cuda").to(dtype)
         state = torch.randn(batch + 3, length, channels, device="cuda").to(dtype).transpose(1, 2)
