@@ -186,12 +186,13 @@ def test_an_update_takes_four_channels_that_lie_together() -> None:
         {"time": 2},
         {"slot": 66},
         {"stride": 2},
+        {"row": 18},
     ],
     ids=str,
 )
 def test_an_update_takes_other_channels_one_by_one(change: dict[str, Any]) -> None:
-    def posed(slot: int = 64, stride: int = 1, **changed: Any) -> int:
-        of_x, of_y = (problem.Strides(32, own, 32) for own in (stride, 1))
+    def posed(slot: int = 64, stride: int = 1, row: int = 32, **changed: Any) -> int:
+        of_x, of_y = problem.Strides(row, stride, row), problem.Strides(32, 1, 32)
         strides = of_x, problem.Strides(slot, 4, 1), of_y
         sizes = {"batch": 2, "channels": 16, "time": 1, "width": 4, "slots": 2, "length": 4}
         options = {"strides": strides, "wide_weights": True, "alignment": 16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from posing import best, taken
 from torch import Tensor
 
 from scan_registry.kernels.selective_state_update import reference
-from scan_registry.kernels.selective_state_update.op import plans
+from scan_registry.kernels.selective_state_update.op import bench, plans
 from scan_registry.kernels.selective_state_update.op.arguments import Arguments, check
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.ops.launching import addresses_of
@@ -145,3 +146,20 @@ def test_tensors_that_offsets_of_32_bits_do_not_reach_are_not_aligned() -> None:
     assert not plans.make_kernel_call(given, False, -1, 0).problem.large
     kernel = FAMILY.kernel(call.problem.kernel, "cuda")
     assert {variant.text("access") for variant in taken(kernel, call.problem)} == {"generic"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["channels:3,24,16:float32", "heads:2,4,6,32:bfloat16", "heads:2,4,6,32:float32:tokens=4"],
+)
+def test_the_benchmark_counts_the_bytes_of_all_tensors(text: str) -> None:
+    """What is expanded counts once, and the state twice."""
+    case = bench.Case.parse(text)
+    state, x, *others = case.tensors("cpu")
+
+    def bytes_of(tensor: Tensor) -> int:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        return math.prod(n for n, stride in sizes if stride) * tensor.element_size()
+
+    moved = [state, state, x, x, *others]  # the output is like x
+    assert case.traffic("step") == sum(map(bytes_of, moved))
