@@ -27,7 +27,7 @@ THOROUGH: tuple[Shape, ...] = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A pool whose runs have gaps between them if there are several, states, and the slots of these."""
+    """A pool whose runs have gaps between them if there are several, or whose runs' floats have; states; and the slots of these."""
 
     shape: Shape
     scatter: bool
@@ -40,9 +40,10 @@ class Trial:
         return f"{self.shape} {'scatter' if self.scatter else 'gather'}"
 
     def launches(self, kernel: str) -> Iterator[Case]:
-        """In units of every size that divides all distances."""
-        for unit in UNITS:
-            if all(4 * number % unit == 0 for number in (self.shape[3], *self.pool.stride()[:2])):
+        """In units of every size that divides all distances, or of one float if floats do not lie together."""
+        *distances, stride = self.pool.stride()
+        for unit in UNITS if stride == 1 else (4,):
+            if all(4 * number % unit == 0 for number in (self.shape[3], *distances)):
                 yield self._case(unit)
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
@@ -52,13 +53,14 @@ class Trial:
 
     def _case(self, unit: int) -> Case:
         slots, rows, runs, run = self.shape
-        slot_stride, run_stride, _ = self.pool.stride()
+        slot_stride, run_stride, stride = self.pool.stride()
         pad = int(self.indices[-1])
         problem = RowsProblem(
             rows=rows,
             units=runs * run * 4 // unit,
             unit=unit,
             run=run * 4 // unit,
+            stride=stride,
             run_stride=run_stride * 4 // unit,
             slots=slots,
             slot_stride=slot_stride * 4 // unit,

@@ -13,8 +13,9 @@ from scan_registry.kernels import model
 FAMILY_NAME = "state_rows"
 KERNEL_NAME = "copy"
 #: Bytes that a thread may move at once.
-UNITS = (16, 2)
+UNITS = (16, 4, 2)
 _WARPS, _UNROLL = 4, 4
+_SIZES = ("units", "unit", "run", "stride", "run_stride", "slots", "slot_stride", "pad_slot")
 _MOST_ACROSS = 65_535  # CTAs of a grid in its second dimension
 
 
@@ -23,7 +24,7 @@ class RowsProblem:
     """Rows of ``units`` units each, of ``unit`` bytes.
 
     scatter      whether states are copied to the pool, and not the pool's rows to states
-    run          units that lie together in a row of the pool, and ``run_stride`` units from one such run to the next
+    run          units of a row of the pool that are ``stride`` units apart; it is ``run_stride`` units from one such run to the next
     slots        rows of the pool, ``slot_stride`` units apart
     pad_slot     an index that stands for no row, as those below zero do
     wide_indices whether indices are int64
@@ -33,6 +34,7 @@ class RowsProblem:
     units: int
     unit: int
     run: int
+    stride: int
     run_stride: int
     slots: int
     slot_stride: int
@@ -62,8 +64,7 @@ def _units_of_cta(variant: model.Variant) -> int:
 
 
 def _launch(variant: model.Variant, problem: RowsProblem, sm_count: int) -> model.Launch:
-    names = ("units", "unit", "run", "run_stride", "slots", "slot_stride", "pad_slot")
-    scalars = {name: int(getattr(problem, name)) for name in names}
+    scalars = {name: int(getattr(problem, name)) for name in _SIZES}
     scalars["flags"] = problem.scatter + 2 * problem.wide_indices
     return model.Launch((problem.rows, -(-problem.units // _units_of_cta(variant)), 1), scalars)
 
@@ -74,8 +75,7 @@ _KERNEL = model.Kernel(
     language="cuda",
     parameters=(
         *(model.Parameter(name, "pointer") for name in ("pool", "states", "indices")),
-        *(model.Parameter(name, "i64") for name in ("units", "unit", "run", "run_stride")),
-        *(model.Parameter(name, "i64") for name in ("slots", "slot_stride", "pad_slot", "flags")),
+        *(model.Parameter(name, "i64") for name in (*_SIZES, "flags")),
     ),
     defaults=model.Space(((("dtype", "float32"),),), lambda kind: ((("warps", _WARPS),),)),
     code=model.Code(

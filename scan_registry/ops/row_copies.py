@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,43 +67,42 @@ def rows_problem(
     runs = _runs(pool)
     if runs is None:
         return None
-    run, run_stride = runs
+    run, stride, run_stride = runs
     size, slot_stride = pool.element_size(), pool.stride(0)
     alignment = common_alignment(
         [pool.data_ptr(), states.data_ptr(), *(size * n for n in (run, run_stride, slot_stride))]
     )
-    unit = next((unit for unit in UNITS if alignment >= unit), None)
+    # Elements that do not lie together are copied one by one.
+    unit = next(
+        (unit for unit in UNITS if alignment >= unit and (stride == 1 or unit == size)), None
+    )
     if unit is None:
         return None
-    per_unit: dict[str, Any] = {
-        "units": states[0].numel() * size // unit,
-        "run": run * size // unit,
-        "run_stride": run_stride * size // unit,
-        "slot_stride": slot_stride * size // unit,
-    }
     return RowsProblem(
         rows=indices.shape[0],
+        units=states[0].numel() * size // unit,
         unit=unit,
+        run=run * size // unit,
+        stride=stride,
+        run_stride=run_stride * size // unit,
         slots=pool.shape[0],
+        slot_stride=slot_stride * size // unit,
         scatter=scatter,
         pad_slot=pad_slot,
         wide_indices=indices.dtype == torch.int64,
-        **per_unit,
     )
 
 
-def _runs(pool: Tensor) -> tuple[int, int] | None:
-    """How many elements of a row lie together, and how far it is from one such run to the next; None if these distances
-    differ."""
-    sizes = [
-        (n, stride) for n, stride in zip(pool.shape[1:], pool.stride()[1:], strict=True) if n > 1
-    ]
-    run = 1
-    while sizes and sizes[-1][1] == run:
-        run *= sizes.pop()[0]
-    if not sizes:
-        return run, run
-    count, run_stride = sizes.pop()
-    while sizes and sizes[-1][1] == count * run_stride:
-        count *= sizes.pop()[0]
-    return None if sizes else (run, run_stride)
+def _runs(pool: Tensor) -> tuple[int, int, int] | None:
+    """How many elements of a row are at one distance, that distance, and how far it is from one such run to the next; None if
+    these distances differ."""
+    dimensions: list[tuple[int, int]] = []  # of a row, as few as there can be
+    for count, stride in zip(pool.shape[1:], pool.stride()[1:], strict=True):
+        if dimensions and dimensions[-1][1] == count * stride:
+            dimensions[-1] = dimensions[-1][0] * count, stride
+        elif count > 1:
+            dimensions.append((count, stride))
+    if len(dimensions) > 2:
+        return None
+    run, stride = dimensions.pop() if dimensions else (1, 1)
+    return run, stride, dimensions[0][1] if dimensions else run * stride

@@ -37,7 +37,7 @@ def test_rows_are_copied_both_ways(cuda_emulator: ModuleType, tmp_path: Path) ->
             library.run(case.problem, case.tensors, number)
             assert case.error() == 0, f"{trial} {case.problem}"
             units.add((case.problem.unit, case.problem.scatter))
-    assert units == {(16, False), (16, True), (2, False), (2, True)}
+    assert units == {(unit, scatter) for unit in (16, 4, 2) for scatter in (False, True)}
 
 
 def test_the_reference() -> None:
@@ -55,7 +55,7 @@ def test_the_reference() -> None:
 
 
 def test_a_grid_has_a_last_row() -> None:
-    problem = RowsProblem(1, 65_536 * 512, 16, 1, 1, 1, 1)
+    problem = RowsProblem(1, 65_536 * 512, 16, 1, 1, 1, 1, 1)
     assert "no room" in (KERNEL.rules.accepts(VARIANT, problem) or "")
 
 
@@ -76,9 +76,12 @@ POOLS = {
     "runs with gaps": lambda: of_floats(6, 4)[..., :3],
     "slots with gaps": lambda: of_floats(2, 6, 4)[:, 1],
     "channels together": lambda: of_floats(3, 8).transpose(1, 2),
+    "channels of two bytes together": lambda: of_floats(3, 8).bfloat16().transpose(1, 2),
+    "a part of them": lambda: of_floats(3, 8).transpose(1, 2)[..., 1:],
+    "numbers of eight bytes together": lambda: of_floats(3, 8).double().transpose(1, 2),
     "gaps between gaps": lambda: of_floats(4, 6, 8)[:, ::2, ::3, :4],
 }
-LEFT_TO_TORCH = ("channels together", "gaps between gaps")
+LEFT_TO_TORCH = ("numbers of eight bytes together", "gaps between gaps")
 
 
 @pytest.mark.parametrize("wide", [torch.int32, torch.int64], ids=str)
