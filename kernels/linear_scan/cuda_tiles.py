@@ -65,9 +65,16 @@ def _cut_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
 def packed_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
     """A tile for rows in which sequences are packed, for GPUs that have room for it. Dtypes of 8 bytes have none."""
     if ITEM_SIZE[dtype] < 8:
-        rows, pieces = (10, 4) if direction == "forward" else (16, 2)
+        rows, pieces = (12, 4) if direction == "forward" else (16, 2)
         tile = {"warps": 1, "rows": rows, "lanes": 32, "pieces": pieces}
         yield from rings.resident(direction, dtype, tile | {"stages": 4, "prefix_lead": 2}, 1)
+
+
+def _cut_packed_rows(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Tiles for rows in which sequences are packed, of which warps keep more in shared memory."""
+    for tile in rings.time_last(direction, dtype) if ITEM_SIZE[dtype] < 8 else ():
+        if "prefix_lead" in tile and int(tile["pieces"]) <= 4 and int(tile["rows"]) <= 16:
+            yield tile
 
 
 def _column_and_cut(direction: Direction, dtype: str, access: str) -> Iterator[Tile]:
@@ -118,7 +125,7 @@ def every(layout: Layout, direction: Direction, dtype: str, access: str) -> Iter
     elif layout == "channel_last":
         yield from rings.channel_last(direction, dtype, access)
     elif access == VARLEN:
-        yield from (tile for tile in rings.time_last(direction, dtype) if int(tile["pieces"]) <= 4)
+        yield from _cut_packed_rows(direction, dtype)
     else:
         if ITEM_SIZE[dtype] < 8:
             yield from ({"warps": warps, "rows": 1, "steps": 2} for warps in (2, 4, 8))

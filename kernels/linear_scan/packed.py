@@ -3,9 +3,9 @@
 The timing model says nothing of packed sequences, as their lengths are known on the GPU alone. These estimates take
 lengths to be random, with the mean that the call tells. They decide between ways of working that are far apart:
 
-- Of contiguous time, aligned rows are cut into segments in CUDA where archives have the kernel, and rows and sequences are
-  not short; nothing is faster then. Other rows are scanned by one CTA each, tile after tile; in Triton each sequence of a row
-  has a program of its own.
+- Of contiguous time, rows are cut into segments in CUDA where archives have the kernel, and rows and sequences are not short;
+  nothing is faster then. Other rows are scanned by one CTA each, tile after tile; in Triton each sequence of a row has a
+  program of its own.
 - Of contiguous channels, ``generic`` scans a column tile after tile, and ``varlen`` has CTAs for each sequence.
 
 The constants are fitted by eye to what ``bench --random`` timed on an H200 and an H100.
@@ -28,7 +28,7 @@ _SHARED_ROW, _OWN_ROW = {2: (3.4, 5.2), 4: (2.7, 3.7)}, 16.0
 #: Tiles of four warps that a sequence fills on average where four warps share a row: see ``registers.walk_cost``.
 _SHARED_TILES = 2
 #: ms for a call that cuts rows, and ps for each element, by its bytes, forward and backward.
-_CUT_CALL, _CUT_ELEMENT = 6e-3, {2: (2.8, 3.9), 4: (4.6, 6.6)}
+_CUT_CALL, _CUT_ELEMENT = 6e-3, {2: (1.9, 2.9), 4: (3.6, 5.6)}
 _ELEMENT = 0.008  # ns for an element in CUDA, where there are many rows
 #: ns for a step of a sequence in Triton, by the bytes of an element, forward and backward; for a program where there are
 #: many, and for each of its tiles.
@@ -58,7 +58,8 @@ def languages(problem: LinearScanProblem, target: Target) -> tuple[Language, ...
 def _cuts_rows(problem: LinearScanProblem, target: Target) -> bool:
     """Whether rows in which sequences are packed are cut into segments. PTX has no such kernel."""
     if not (
-        streams.packs(problem)
+        problem.plain()
+        and problem.congruent()
         and streams.cuts_packed(problem)
         and target in map(Target.parse, RELEASED)
     ):

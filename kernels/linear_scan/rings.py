@@ -17,6 +17,8 @@ _SHARED = 220_000
 _ALONE = 231_424
 #: Of scans that are cut into segments: bytes of the states that a CTA keeps, at most, and of the segments that it drew.
 _KEPT, _DRAWN = 3072, 64 * 8 + 16 * 12
+#: Bytes in which a warp keeps where packed sequences begin (``packed_tiles.cuh``).
+_NEARBY = 33 * 8
 #: Scans that are cut into segments. Contiguous time: numbers of warps that own tiles, pieces of a lane, and pairs of
 #: stages and prefix lead. Few channels: pairs of stages and prefix lead, by the steps of a tile.
 _CUT = (
@@ -211,7 +213,8 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
 
 def most_shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes that a CTA takes of shared memory, at most, with what some drivers keep of it."""
-    return shared(direction, dtype, access, tile) + _static_shared(dtype, tile) + 1024
+    nearby = _NEARBY * tile_warps(tile) if access == VARLEN and "pieces" in tile else 0
+    return shared(direction, dtype, access, tile) + _static_shared(dtype, tile) + nearby + 1024
 
 
 def _static_shared(dtype: str, tile: Tile) -> int:

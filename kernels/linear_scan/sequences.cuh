@@ -33,18 +33,6 @@ struct Marks {
     __device__ bool ends_at(int i) const { return ends >> i & 1; }
 };
 
-// Which of a lane's steps are the first and the last of packed sequences: one bit each.
-struct LaneMarks {
-    unsigned starts = 0, ends = 0;
-
-    __device__ bool starts_at(int k) const { return starts >> k & 1; }
-    __device__ bool ends_at(int k) const { return ends >> k & 1; }
-    // The only ones; -1 if there are none.
-    __device__ int start() const { return __ffs(starts) - 1; }
-    __device__ int end() const { return __ffs(ends) - 1; }
-    __device__ bool several() const { return VARLEN && (starts & (starts - 1) | ends & (ends - 1)); }
-};
-
 struct Walk {
     i64 time;
     bool against;
@@ -102,41 +90,6 @@ struct Walk {
                 places[last - order].of_last = index(n);
             }
             first = next;
-        }
-        return found;
-    }
-
-    // The first number, at most `count`, whose sequence begins at `order` or later. All lanes of a warp search together.
-    __device__ i64 first_from(i64 order) const {
-        i64 low = 0, high = count + 1;  // it is in [low, high]
-#pragma unroll 1
-        while (low < high) {
-            const i64 apart = (high - low + 31) / 32, own = low + threadIdx.x % 32 * apart;
-            const int before = __popc(__ballot_sync(FULL_WARP, own < high && begin(own) < order));
-            if (low + before * apart < high) high = low + before * apart;
-            if (before) low += (before - 1) * apart + 1;
-        }
-        return low;
-    }
-
-    // A warp has the steps [order, order + times), and of these a lane N from `own` on: their marks.
-    template <int N>
-    __device__ LaneMarks lane_marks(i64 order, int times, int own) const {
-        static_assert(N <= 32);
-        LaneMarks found;
-        bool more = true;
-#pragma unroll 1
-        for (i64 number = count < 32 ? 0 : first_from(order); more; number += 32) {
-            const i64 mine = number + threadIdx.x % 32, distance = mine <= count ? begin(mine) - order : -1;
-            const bool inside = distance >= 0 && distance <= times;
-            unsigned left = __ballot_sync(FULL_WARP, inside);
-            more = left >> 31;
-#pragma unroll 1
-            for (; left; left &= left - 1) {
-                const int lane = __ffs(left) - 1, step = from_lane(int(distance), lane) - own;
-                if (number + lane < count && unsigned(step) < N) found.starts |= 1u << step;
-                if (number + lane > 0 && unsigned(step - 1) < N) found.ends |= 1u << (step - 1);
-            }
         }
         return found;
     }

@@ -142,8 +142,7 @@ def _reduction_launch(variant: Variant, problem: LinearScanProblem, sm_count: in
 def _may_reset(variant: Variant) -> int:
     """Where a new sequence may start: 1 at any step, 2 at those that a kernel looks up and composes by itself, 0 nowhere, as
     in a column that is a sequence."""
-    rows = variant.kernel.startswith("time_last")
-    of_access = {"generic": 1, "varlen": 2 * rows}
+    of_access = {"generic": 1, "varlen": 0 if streams.is_column_serial(variant) else 2}
     return of_access.get(str(dict(variant.statics).get("access", "generic")), 0)
 
 
@@ -157,7 +156,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "ALIGNED": int(access != "generic"),
         "VARLEN": int(access == "varlen"),
         "MAY_RESET": _may_reset(variant),
-        "MISALIGNED": int(access == "misaligned"),
+        "MISALIGNED": int(streams.takes_misaligned(variant)),
         **({"NARROW": 1, "AREA": narrow.AREA} if access == space.NARROW else {}),
         # The first row of each scan in a tile starts a new one.
         **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),

@@ -65,8 +65,10 @@ def sums(variant: Variant) -> bool:
     """Whether a backward variant can sum the gradient of gates over time."""
     if is_column_serial(variant):
         return True
+    if variant.text("access") == VARLEN:
+        return False
     if variant.kernel.startswith("time_last"):
-        return variant.text("access") != VARLEN
+        return True
     return variant.number("steps") <= 4 and times(variant) >= SUM_STEPS
 
 
@@ -120,17 +122,22 @@ def fits_rows(variant: Variant, problem: LinearScanProblem) -> bool:
     """Whether the variant can copy the problem's rows. Variants for misaligned rows also take aligned ones where the gradient of
     a row's gate is summed, since no aligned variant that sums it is fast for rows too short to be cut."""
     whole = problem.whole_chunks(problem.chunk())
-    if not _is_misaligned(variant):
+    if not takes_misaligned(variant):
         return whole
-    return problem.congruent() and not (whole and not _sums_rows(problem))
+    return problem.congruent() and (
+        not whole or _sums_rows(problem) or variant.text("access") == VARLEN
+    )
 
 
 def _sums_rows(problem: LinearScanProblem) -> bool:
     return problem.sums and problem.layout == "time_last"
 
 
-def _is_misaligned(variant: Variant) -> bool:
-    return variant.text("access") == MISALIGNED
+def takes_misaligned(variant: Variant) -> bool:
+    """Whether the variant takes rows that start or end off a 16-byte boundary. Where sequences are packed along rows of
+    contiguous time, one variant takes all rows."""
+    access = dict(variant.statics).get("access")
+    return access == MISALIGNED or (access == VARLEN and variant.kernel.startswith("time_last"))
 
 
 def refuses(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -291,6 +298,9 @@ def _segments(variant: Variant, problem: LinearScanProblem) -> int:
         columns = problem.batch * problem.channels
     else:
         columns = problem.batch * ceil_div(problem.channels, scans(variant))
-    skipped = LINE // ITEM_SIZE[problem.dtype] - 1 if _is_misaligned(variant) else 0
+    skips = takes_misaligned(variant)
+    if variant.text("access") == VARLEN and problem.whole_chunks(problem.chunk()):
+        skips = False  # the kernel finds out that rows are aligned
+    skipped = LINE // ITEM_SIZE[problem.dtype] - 1 if skips else 0
     segment = times(variant) * rings.tile_warps(dict(variant.statics))
     return columns * ceil_div(problem.time + skipped, segment)

@@ -41,7 +41,7 @@ struct BackwardTiles {
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
         const bool inside = row < scans.rows && next < scans.time && (!MISALIGNED || next > -VECTOR);
-        copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans.time, inside);
+        copy_piece<TURNED>(ring.extra(at.lane), of.states.at<TURNED>(scans, at, row, next), next, scans, inside);
     }
     // Of a row of one sequence.
     __device__ const State* before(unsigned row, int) const {
@@ -54,29 +54,29 @@ struct BackwardTiles {
         const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (MISALIGNED) {
-            mend<TURNED>(ring, 0, at, scans, BackwardStep::Padding::GATE);
-            mend<TURNED>(ring, 1, at, scans, BackwardStep::Padding::GRAD);
+            mend_both<TURNED>(ring, at, scans, BackwardStep::Padding::GATE, BackwardStep::Padding::GRAD);
             __syncwarp();  // a neighbour reads some of it
         }
-        tile_prefix.mark(of.walk, at);
+#if VARLEN
+        const auto close = [&](int k) {
+            element<TURNED>(ring, 0, k) = 0;
+            (k + 1 < TIMES ? element<TURNED>(ring, 2, k + 1) : *extra_element(ring)) = BackwardStep::Padding::STATE;
+        };
+        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, [](int) {}, close);
+#endif
         Affine map;
-        const LaneMarks marks = tile_prefix.marks();
-        if (marks.several()) {
-            map = compose_marked(ring, at, marks);
-        } else {
-            const int start = VARLEN ? marks.start() : -1;
-            const State first = read(of.final_grad.own(scans, of.walk, at, start));
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) {
-                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-                const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    if (VARLEN && p * VECTOR + i == start) map = {State(0), State(0), first};
-                    map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
-                }
-            }
+            for (int i = 0; i < VECTOR; i++)
+                map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
         }
+#if VARLEN
+        if (tile_prefix.marked && (of.final_grad.first || !is_finite(map.scale) || !is_finite(map.shift)))
+            compose_marked(ring, at, map);
+#endif
         tile_prefix.scan(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
@@ -91,79 +91,96 @@ struct BackwardTiles {
         const State* const initial_state = last < 0 ? nullptr : of.initial.of_row(scans, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
         State sum = State(0);
-        const LaneMarks marks = tile_prefix.marks();
-        if (marks.several()) {
-            finish_marked(ring, at, marks, h);
-        } else {
-            const int start = VARLEN ? marks.start() : -1, end = VARLEN ? marks.end() : -1;
-            const State first = read(of.final_grad.own(scans, of.walk, at, start));
-            const State before = read(of.initial.own(scans, of.walk, at, end));
-            State* const leaving = of.initial_grad.own(scans, of.walk, at, end);
+        uint4 results[2][PIECES];
+        const State entering = h;
+#pragma unroll
+        for (int p = 0; p < PIECES; p++) {
+            const int own = at.lane * PIECES + p;
+            Piece<TURNED> gate{read_piece(ring.place(0, own))};
+            Piece<TURNED> grad{read_piece(ring.place(1, own))};
+            const Piece<TURNED> states{read_piece(ring.place(2, own))};
+            const bool past = p + 1 == PIECES && at.ends_row();
+            const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
+                                                     : ring.place(2, own + 1))};
+            State for_gates[VECTOR], for_tokens[VECTOR];
+#pragma unroll
+            for (int i = 0; i < VECTOR; i++) {
+                State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
+                if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
+                const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
+                for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
+            }
+            // Of a piece that is not all the row's, what lies outside does not count.
+            const bool counts = MISALIGNED || to_last >= p * VECTOR;
+            if (!VARLEN && of.sums && counts) {
+                const Own inside(scans.time - 1 - to_last + p * VECTOR, scans.time);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++)
+                    sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
+            }
+            gate.set(for_gates), grad.set(for_tokens);
+            uint4* const gate_place = VARLEN ? &results[0][p] : ring.place(0, own);
+            uint4* const grad_place = VARLEN ? &results[1][p] : ring.place(1, own);
+            *gate_place = words_of(gate.chunk);
+            *grad_place = words_of(grad.chunk);
+        }
+#if VARLEN
+        __syncwarp();  // a neighbour has read states
+        const bool with_states = of.final_grad.first || of.initial.first || of.initial_grad.first;
+        const bool is_scanned = tile_prefix.marked && (with_states || !is_finite(h)) && finish_marked(ring, at, entering);
+        if (!is_scanned)
 #pragma unroll
             for (int p = 0; p < PIECES; p++) {
-                const int own = at.lane * PIECES + p;
-                Piece<TURNED> gate{read_piece(ring.place(0, own))};
-                Piece<TURNED> grad{read_piece(ring.place(1, own))};
-                const Piece<TURNED> states{read_piece(ring.place(2, own))};
-                const bool past = p + 1 == PIECES && at.ends_row();
-                const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
-                                                         : ring.place(2, own + 1))};
-                State for_gates[VECTOR], for_tokens[VECTOR];
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    State earlier = i + 1 < VECTOR ? states.get(i + 1) : next.get(0);
-                    if (MISALIGNED || i + 1 == VECTOR) earlier = chosen(p * VECTOR + i == last, initial, earlier);
-                    if (VARLEN && p * VECTOR + i == start) h = first;
-                    if (VARLEN && p * VECTOR + i == end) earlier = before;
-                    const auto to = BackwardStep::gradients(gate.get(i), grad.get(i), earlier, h);
-                    for_gates[i] = to.gate, for_tokens[i] = to.token, h = to.earlier;
-                    if (VARLEN && p * VECTOR + i == end) write(leaving, h);
-                }
-                // Of a piece that is not all the row's, what lies outside does not count.
-                const bool counts = MISALIGNED || to_last >= p * VECTOR;
-                if (of.sums && counts) {
-                    const Own inside(scans.time - 1 - to_last + p * VECTOR, scans.time);
-#pragma unroll
-                    for (int i = 0; i < VECTOR; i++)
-                        sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
-                }
-                gate.set(for_gates), grad.set(for_tokens);
-                *ring.place(0, own) = words_of(gate.chunk);
-                *ring.place(1, own) = words_of(grad.chunk);
+                *ring.place(0, at.lane * PIECES + p) = results[0][p];
+                *ring.place(1, at.lane * PIECES + p) = results[1][p];
             }
-        }
+#endif
         meet_copiers();
         if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
         if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
-        if (of.sums) add_up(tile, at, sum, tile_prefix);
+        if (!VARLEN && of.sums) add_up(tile, at, sum, tile_prefix);
     }
-    // The same for a lane in whose elements several sequences start or end.
-    __device__ Affine compose_marked(const Tiles& ring, const Position& at, const LaneMarks& marks) const {
-        Affine map;
+#if VARLEN
+    // The same for a lane, if sequences start or end among its elements.
+    __device__ void compose_marked(const Tiles& ring, const Position& at, Affine& map) const {
+        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
+        if (!cursor.changes(ITEMS)) return;
+        map = {};
 #pragma unroll 1
-        for (int k = 0; k < ITEMS; k++) {
-            if (marks.starts_at(k)) map = {State(0), State(0), read(of.final_grad.own(scans, of.walk, at, k))};
-            map = compose(map, BackwardStep::map(value(ring, 0, at, k), value(ring, 1, at, k)));
+        for (int k = 0; k < ITEMS; k++, cursor.advance()) {
+            if (cursor.starts()) map = {State(0), State(0), read(of.final_grad.of_sequence(scans, at, cursor.index()))};
+            map = compose(map, BackwardStep::map(gate(ring, at, cursor, k), value(ring, 1, at, k)));
         }
-        return map;
     }
-    __device__ void finish_marked(const Tiles& ring, const Position& at, const LaneMarks& marks, State h) const {
+    __device__ bool finish_marked(const Tiles& ring, const Position& at, State h) const {
+        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
+        if (!cursor.changes(ITEMS)) return false;
 #pragma unroll 1
-        for (int k = 0; k < ITEMS; k++) {
-            State earlier = k + 1 == ITEMS && at.ends_row() ? Piece<TURNED>{read_piece(ring.extra(at.lane / LANES))}.get(0)
-                                                            : value(ring, 2, at, k + 1);
-            if (marks.starts_at(k)) h = read(of.final_grad.own(scans, of.walk, at, k));
-            if (marks.ends_at(k)) earlier = read(of.initial.own(scans, of.walk, at, k));
-            const auto to = BackwardStep::gradients(value(ring, 0, at, k), value(ring, 1, at, k), earlier, h);
+        for (int k = 0; k < ITEMS; k++, cursor.advance()) {
+            State earlier = at.lane == LANES - 1 && k + 1 == ITEMS ? Element::widen(*extra_element(ring)) : value(ring, 2, at, k + 1);
+            if (cursor.starts()) h = read(of.final_grad.of_sequence(scans, at, cursor.index()));
+            if (cursor.ends()) earlier = read(of.initial.of_sequence(scans, at, cursor.index()));
+            const auto to = BackwardStep::gradients(gate(ring, at, cursor, k), value(ring, 1, at, k), earlier, h);
             h = to.earlier;
-            if (marks.ends_at(k)) write(of.initial_grad.own(scans, of.walk, at, k), h);
-            element<TURNED>(ring, 0, at, k) = Element::narrow(to.gate);
-            element<TURNED>(ring, 1, at, k) = Element::narrow(to.token);
+            if (cursor.ends()) write(of.initial_grad.of_sequence(scans, at, cursor.index()), h);
+            element<TURNED>(ring, 0, at.lane * ITEMS + k) = Element::narrow(to.gate);
+            element<TURNED>(ring, 1, at.lane * ITEMS + k) = Element::narrow(to.token);
         }
+        return true;
     }
     __device__ static State value(const Tiles& ring, int input, const Position& at, int k) {
-        return Element::widen(element<TURNED>(ring, input, at, k));
+        return Element::widen(element<TURNED>(ring, input, at.lane * ITEMS + k));
     }
+    // The tile's own gate of a sequence's last step in the walk has been overwritten.
+    __device__ State gate(const Tiles& ring, const Position& at, const Cursor& cursor, int k) const {
+        if (!cursor.ends()) return value(ring, 0, at, k);
+        return Element::widen(of.gates.row(at)[of.one_gate ? 0 : of.walk.at(cursor.order)]);
+    }
+    // The state before the tile's last step.
+    __device__ static Storage* extra_element(const Tiles& ring) {
+        return reinterpret_cast<Storage*>(ring.extra(0)) + (TURNED ? VECTOR - 1 : 0);
+    }
+#endif
     // The sum of a tile that is a part of its row has room of its own; others are added up until the row's last. Room that is
     // left holds zeros.
     __device__ void add_up(const Tile& tile, const Position& at, State sum, TilePrefix& tile_prefix) const {

@@ -41,28 +41,25 @@ struct ForwardTiles {
         const Position at(tile, scans);
         const Tiles ring(stage);
         if constexpr (MISALIGNED) {
-            mend<TURNED>(ring, 0, at, scans, ForwardStep::Padding::GATE);
-            mend<TURNED>(ring, 1, at, scans, ForwardStep::Padding::TOKEN);
+            mend_both<TURNED>(ring, at, scans, ForwardStep::Padding::GATE, ForwardStep::Padding::TOKEN);
         }
-        tile_prefix.mark(of.walk, at);
+#if VARLEN
+        const auto close = [&](int k) { element<TURNED>(ring, 0, k) = closed(element<TURNED>(ring, 0, k)); };
+        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, close, [](int) {});
+#endif
         Affine map;
-        const LaneMarks marks = tile_prefix.marks();
-        if (marks.several()) {
-            map = compose_marked(ring, at, marks);
-        } else {
-            const int start = VARLEN ? marks.start() : -1;
-            const State first = read(of.initial.own(scans, of.walk, at, start));
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) {
-                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-                const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    if (VARLEN && p * VECTOR + i == start) map = {State(0), State(0), first};
-                    map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
-                }
-            }
+            for (int i = 0; i < VECTOR; i++)
+                map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
         }
+#if VARLEN
+        if (tile_prefix.marked && (of.initial.first || !is_finite(map.scale) || !is_finite(map.shift)))
+            compose_marked(ring, at, map);
+#endif
         tile_prefix.scan(map, at);
     }
     __device__ void finish(const Tile& tile, int stage, TilePrefix& tile_prefix) const {
@@ -70,54 +67,89 @@ struct ForwardTiles {
         const Tiles ring(stage);
         State x = tile_prefix.enter(tile, at, scans.grid.levels, of.initial.of_row(scans, at, at.row()),
                                     of.last.of_row(scans, at, at.row()));
-        const LaneMarks marks = tile_prefix.marks();
-        if (marks.several()) {
-            finish_marked(ring, at, marks, x);
-        } else {
-            const int start = VARLEN ? marks.start() : -1, end = VARLEN ? marks.end() : -1;
-            const State first = read(of.initial.own(scans, of.walk, at, start));
-            State* const last = of.last.own(scans, of.walk, at, end);
+        uint4 results[PIECES];
+        const State entering = x;
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) {
-                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-                uint4* const place = ring.place(1, at.lane * PIECES + p);
-                Piece<TURNED> piece{read_piece(place)};
-                State out[VECTOR];
+        for (int p = 0; p < PIECES; p++) {
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            uint4* const place = ring.place(1, at.lane * PIECES + p);
+            Piece<TURNED> piece{read_piece(place)};
+            State out[VECTOR];
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) {
-                    if (VARLEN && p * VECTOR + i == start) x = first;
-                    out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
-                    if (VARLEN && p * VECTOR + i == end) write(last, x);
-                }
-                piece.set(out);
-                *place = words_of(piece.chunk);
-            }
+            for (int i = 0; i < VECTOR; i++)
+                out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
+            piece.set(out);
+            (VARLEN ? results[p] : *place) = words_of(piece.chunk);
         }
+#if VARLEN
+        const bool is_scanned = tile_prefix.marked && (of.initial.first || of.last.first || !is_finite(x)) &&
+                                finish_marked(ring, at, entering);
+        if (!is_scanned)
+#pragma unroll
+            for (int p = 0; p < PIECES; p++) *ring.place(1, at.lane * PIECES + p) = results[p];
+#endif
         meet_copiers();
         copy_out<TURNED>(ring, 1, of.states, at, scans);
     }
-    // The same for a lane in whose elements several sequences start or end.
-    __device__ Affine compose_marked(const Tiles& ring, const Position& at, const LaneMarks& marks) const {
-        Affine map;
+#if VARLEN
+    // The same for a lane, if sequences start or end among its elements.
+    __device__ void compose_marked(const Tiles& ring, const Position& at, Affine& map) const {
+        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
+        if (!cursor.changes(ITEMS)) return;
+        map = {};
 #pragma unroll 1
-        for (int k = 0; k < ITEMS; k++) {
-            if (marks.starts_at(k)) map = {State(0), State(0), read(of.initial.own(scans, of.walk, at, k))};
-            map = compose(map, step(ring, at, k));
-        }
-        return map;
-    }
-    __device__ void finish_marked(const Tiles& ring, const Position& at, const LaneMarks& marks, State x) const {
+        for (int p = 0; p < PIECES; p++) {
+            if (!cursor.changes(VECTOR)) {
+                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+                const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
+                cursor.advance(VECTOR);
+                continue;
+            }
 #pragma unroll 1
-        for (int k = 0; k < ITEMS; k++) {
-            if (marks.starts_at(k)) x = read(of.initial.own(scans, of.walk, at, k));
-            x = step(ring, at, k)(x);
-            if (marks.ends_at(k)) write(of.last.own(scans, of.walk, at, k), x);
-            element<TURNED>(ring, 1, at, k) = Element::narrow(x);
+            for (int i = 0; i < VECTOR; i++, cursor.advance()) {
+                if (cursor.starts()) map = {State(0), State(0), read(of.initial.of_sequence(scans, at, cursor.index()))};
+                map = compose(map, step(ring, at, cursor, p * VECTOR + i));
+            }
         }
     }
-    __device__ static Step step(const Tiles& ring, const Position& at, int k) {
-        return ForwardStep::map(Element::widen(element<TURNED>(ring, 0, at, k)), Element::widen(element<TURNED>(ring, 1, at, k)));
+    __device__ bool finish_marked(const Tiles& ring, const Position& at, State x) const {
+        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
+        if (!cursor.changes(ITEMS)) return false;
+#pragma unroll 1
+        for (int p = 0; p < PIECES; p++) {
+            uint4* const place = ring.place(1, at.lane * PIECES + p);
+            if (!cursor.changes(VECTOR)) {
+                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+                Piece<TURNED> piece{read_piece(place)};
+                State out[VECTOR];
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
+                piece.set(out);
+                *place = words_of(piece.chunk);
+                cursor.advance(VECTOR);
+                continue;
+            }
+#pragma unroll 1
+            for (int i = 0; i < VECTOR; i++, cursor.advance()) {
+                const int k = p * VECTOR + i;
+                if (cursor.starts()) x = read(of.initial.of_sequence(scans, at, cursor.index()));
+                x = step(ring, at, cursor, k)(x);
+                if (cursor.ends()) write(of.last.of_sequence(scans, at, cursor.index()), x);
+                element<TURNED>(ring, 1, at.lane * ITEMS + k) = Element::narrow(x);
+            }
+        }
+        return true;
     }
+    // The tile's own gate of a sequence's first step has been overwritten.
+    __device__ Step step(const Tiles& ring, const Position& at, const Cursor& cursor, int k) const {
+        const int place = at.lane * ITEMS + k;
+        Storage gate = element<TURNED>(ring, 0, place);
+        if (cursor.starts()) gate = of.gates.row(at)[of.one_gate ? 0 : of.walk.at(cursor.order)];
+        return ForwardStep::map(Element::widen(gate), Element::widen(element<TURNED>(ring, 1, place)));
+    }
+#endif
 };
 
 #else

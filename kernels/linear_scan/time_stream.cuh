@@ -14,8 +14,10 @@
 // then starts `skip` elements before its row, on a 16-byte boundary, or on a 128-byte line if the row is long. What its
 // pieces hold of other rows is replaced by the identity, and not written.
 //
-// VARLEN: the steps where packed sequences start and end are looked up once for a tile. At a start the state of the step before
-// is replaced. Lanes with several starts or ends, which are those of short sequences, have code of their own.
+// VARLEN: rows are cut, and may be misaligned or not. The state before a sequence vanishes by a gate of zero at its first step,
+// which a warp writes over the tile's own gate in shared memory. So a tile is scanned as any other, at no cost for its other steps.
+// Zero times a number that is not finite is not zero: a lane whose result is not finite, or that needs a sequence's own states,
+// scans its elements once more, with a `Cursor`.
 //
 // Each warp has tiles and states of its own, and waits for no other warp while it scans.
 #pragma once
@@ -31,6 +33,9 @@ enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "../common/lookback.cuh"
 #include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/sequences.cuh"
+#if VARLEN
+#include "../linear_scan/packed_tiles.cuh"
+#endif
 
 enum : int {
     SIDE = 32 / LANES,
@@ -42,7 +47,7 @@ enum : int {
 };
 // Sums of a row for which there is room (problem.py).
 __device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
-static_assert(WARPS == 1 && (!CUT || LANES == 32));
+static_assert(WARPS == 1 && (!CUT || LANES == 32) && (!VARLEN || CUT));
 
 struct Position;
 
@@ -67,17 +72,36 @@ struct Scans {
           rows(batches * channels),
           time(time),
           strides(strides),
+#if VARLEN
+          most_skipped(are_aligned(batches) ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+#else
           most_skipped(!MISALIGNED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+#endif
           grid{unsigned((rows + SIDE - 1) / SIDE),
                unsigned((time + most_skipped + TIMES - 1) / TIMES)} {}
 
+#if VARLEN
+    // Whether all rows start and end on 16-byte boundaries. Where sequences are packed, this is known only here.
+    __device__ bool are_aligned(i64 batches) const {
+        const i64 by_batch = batches > 1 ? strides.by_batch : 0, by_channel = channels > 1 ? strides.by_channel : 0;
+        return (time | by_batch | by_channel) % VECTOR == 0;
+    }
+    __device__ bool are_aligned() const { return most_skipped == 0; }
+#else
+    static __device__ constexpr bool are_aligned() { return !MISALIGNED; }
+#endif
     // Elements between the start of a walk and its row.
     template <bool TURNED>
     __device__ int skip(const Position& at, unsigned row) const {
-        if (!MISALIGNED) return 0;
+        if (are_aligned()) return 0;
         const int offset = int(strides.offset(at, row));
         return (TURNED ? -(offset + int(time)) : offset) & most_skipped;
     }
+    // Order of the first of a tile's elements, and of this lane's, within their row.
+    template <bool TURNED>
+    __device__ i64 order(const Position& at) const;
+    template <bool TURNED>
+    __device__ i64 own_order(const Position& at) const;
 };
 
 struct Position {
@@ -92,10 +116,17 @@ struct Position {
           batch(first_row / scans.channels),
           channel(first_row - batch * scans.channels) {}
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
-    __device__ i64 own(int k) const { return first + lane % LANES * ITEMS + k; }  // order of this lane's element k
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
 
+template <bool TURNED>
+__device__ i64 Scans::order(const Position& at) const {
+    return at.first - skip<TURNED>(at, at.row());
+}
+template <bool TURNED>
+__device__ i64 Scans::own_order(const Position& at) const {
+    return order<TURNED>(at) + at.lane % LANES * ITEMS;
+}
 __device__ inline i64 Strides::offset(const Position& at, unsigned row) const {
     return SIDE > 1 ? row * by_channel : at.batch * by_batch + at.channel * by_channel;
 }
@@ -122,6 +153,8 @@ struct Rows {
     __device__ Rows(const Storage* first, i64 by_batch, i64 by_channel)
         : first(const_cast<Storage*>(first)), strides{by_batch, by_channel} {}
 
+    // This lane's row.
+    __device__ const Storage* row(const Position& at) const { return first + strides.offset(at, at.row()); }
     // Where the piece is whose first element has that order.
     template <bool TURNED>
     __device__ Storage* at(const Scans& scans, const Position& at, unsigned row, i64 order) const {
@@ -146,27 +179,37 @@ struct Turn {
 
 // Copy a piece; of a misaligned row nothing past its end, which may be that of the tensor.
 template <bool TURNED>
-__device__ void copy_piece(uint4* to, const Storage* from, i64 order, i64 time, bool wanted) {
+__device__ void copy_piece(uint4* to, const Storage* from, i64 order, const Scans& scans, bool wanted) {
     if constexpr (MISALIGNED) {
-        const i64 left = TURNED ? order + VECTOR : time - order;
-        copy_async_first(to, from, int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage)), wanted);
-    } else {
-        copy_async(to, from, wanted);
+        const i64 left = TURNED ? order + VECTOR : scans.time - order;
+        const int bytes = int(left < VECTOR ? left : VECTOR) * int(sizeof(Storage));
+        if (!scans.are_aligned()) return copy_async_first(to, from, bytes, wanted);
     }
+    copy_async(to, from, wanted);
 }
 
+// Calls turn(i) for all pieces of a lane. Where it is known only here that rows are misaligned, code for these is short.
+template <class OfTurn>
+__device__ void each_turn(const Scans& scans, const OfTurn& turn) {
+    if (VARLEN && !scans.are_aligned()) {
+#pragma unroll 1
+        for (int i = 0; i < PIECES; i++) turn(i);
+    } else {
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) turn(i);
+    }
+}
 // `outside` gives for a row what elements before and after it read as.
 template <bool TURNED, class Ring, class Outside>
 __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
                         const Position& at, const Scans& scans, Outside outside) {
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    each_turn(scans, [&](int i) {
         const Turn<TURNED> turn(i, at, scans);
         uint4* const place = ring.place(input, turn.piece);
         const Storage* const from = rows.at<TURNED>(scans, at, turn.row, turn.order);
-        copy_piece<TURNED>(place, from, turn.order, scans.time, turn.inside);
+        copy_piece<TURNED>(place, from, turn.order, scans, turn.inside);
         if (!turn.inside) *place = piece_of(outside(turn.row));
-    }
+    });
 }
 
 // Fill a tile with gates of which a row has one for all time steps, so that none is read but these.
@@ -212,6 +255,19 @@ __device__ void mend(const Ring& ring, int input, const Position& at,
     }
 }
 
+// The first two inputs. Where it is known only here that rows are misaligned, code for these is short.
+template <bool TURNED, class Ring>
+__device__ void mend_both(const Ring& ring, const Position& at, const Scans& scans, Storage first, Storage second) {
+#if VARLEN
+    if (scans.are_aligned()) return;
+#pragma unroll 1
+    for (int input = 0; input < 2; input++) mend<TURNED>(ring, input, at, scans, input == 0 ? first : second);
+#else
+    mend<TURNED>(ring, 0, at, scans, first);
+    mend<TURNED>(ring, 1, at, scans, second);
+#endif
+}
+
 // Before pieces are copied out, by other lanes than have put them there; a lane's only one it copies itself, from
 // registers.
 __device__ inline void meet_copiers() {
@@ -220,14 +276,13 @@ __device__ inline void meet_copiers() {
 template <bool TURNED, class Ring>
 __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
                          const Position& at, const Scans& scans) {
-#pragma unroll
-    for (int i = 0; i < PIECES; i++) {
+    each_turn(scans, [&](int i) {
         const Turn<TURNED> turn(i, at, scans);
-        if (!turn.inside) continue;
+        if (!turn.inside) return;
         Storage* const to = rows.at<TURNED>(scans, at, turn.row, turn.order);
         const uint4* const place = ring.place(input, turn.piece);
         const Own own(turn.order, scans.time);
-        if (!MISALIGNED || own.all()) {
+        if (scans.are_aligned() || own.all()) {
             store_global(to, *place);
         } else {
 #pragma unroll 1
@@ -236,13 +291,13 @@ __device__ void copy_out(const Ring& ring, int input, const Rows& rows,
                 to[k] = reinterpret_cast<const Storage*>(place)[k];
             }
         }
-    }
+    });
 }
 
-// Element k of this lane's, in the order of the scan.
+// Element k of a tile of one row, in the order of the scan.
 template <bool TURNED, class Ring>
-__device__ Storage& element(const Ring& ring, int input, const Position& at, int k) {
-    uint4* const place = ring.place(input, at.lane * PIECES + k / VECTOR);
+__device__ Storage& element(const Ring& ring, int input, int k) {
+    uint4* const place = ring.place(input, k / VECTOR);
     return reinterpret_cast<Storage*>(place)[TURNED ? VECTOR - 1 - k % VECTOR : k % VECTOR];
 }
 
@@ -256,10 +311,10 @@ struct States {
     __device__ State* of_row(const Scans& scans, const Position& at, unsigned row) const {
         return first && row < scans.rows ? first + strides.offset(at, row) : nullptr;
     }
-    // Of the sequence that holds this lane's element k; null where there is none.
-    __device__ State* own(const Scans& scans, const Walk& walk, const Position& at, int k) const {
-        State* const own = k >= 0 ? of_row(scans, at, at.row()) : nullptr;
-        return own ? own + walk.index(walk.number(at.own(k))) * by_sequence : nullptr;
+    // Of a sequence of this lane's row.
+    __device__ State* of_sequence(const Scans& scans, const Position& at, i64 index) const {
+        State* const own = of_row(scans, at, at.row());
+        return own ? own + index * by_sequence : nullptr;
     }
 };
 __device__ inline State read(const State* from) { return from ? *from : State(0); }
@@ -267,24 +322,11 @@ __device__ inline void write(State* to, State x) {
     if (to) *to = x;
 }
 
-// The marks of a lane's elements, where sequences are packed.
-template <bool = VARLEN, int N = ITEMS>
-struct Marked {
-    __device__ void mark(const Walk&, const Position&) {}
-    __device__ LaneMarks marks() const { return {}; }
-};
-template <int N>
-struct Marked<true, N> {
-    LaneMarks own;
-
-    __device__ void mark(const Walk& walk, const Position& at) {
-        own = walk.lane_marks<N>(at.first, TIMES, at.lane % LANES * N);
-    }
-    __device__ LaneMarks marks() const { return own; }
-};
-
 // The state that enters a lane's elements.
-struct RowTilePrefix : Marked<> {
+struct RowTilePrefix {
+#if VARLEN
+    bool marked;                            // whether packed sequences start or end in the tile
+#endif
     RunningPrefix carried[1] = {State(0)};  // before the tile, of this lane's row
     State sum = State(0);                   // of what is summed over the row so far; not where rows are cut
     Affine composed, tile[1];         // before this lane, and of all of its row's
@@ -298,7 +340,6 @@ struct RowTilePrefix : Marked<> {
     // there, and look-back warps write the last.
     __device__ State enter(const Tile& here, const Position& at, unsigned levels, const State* before, State* after) {
         if (CUT) return composed(carried[0].x);
-        if (VARLEN) before = nullptr, after = nullptr;
         if (here.level == 0) carried[0] = before ? *before : State(0);
         const State entering = carried[0].x;
         carried[0] = tile[0](carried[0]);
@@ -319,6 +360,9 @@ __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspa
     if constexpr (CUT) {
         if (schedule.is_lookback()) return schedule.combine(Work<false>{of, scans}, workspace);
     }
+#if VARLEN
+    Nearby::begin();
+#endif
     if (turned) walk(schedule, Work<true>{of, scans}, workspace);
     else walk(schedule, Work<false>{of, scans}, workspace);
 }

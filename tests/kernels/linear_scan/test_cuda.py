@@ -89,7 +89,6 @@ def streamed() -> Iterator[Variant]:
             {"lanes": 4, "access": "misaligned"},
             {"prefix_lead": 2, "access": "misaligned"},
             {"prefix_lead": 2, "access": "varlen"},
-            {"lanes": 16, "access": "varlen"},
             {"warps": 1, "rows": 4, "steps": 2, "access": "misaligned"},
             {"warps": 4, "rows": 1, "steps": 2, "access": "misaligned"},
         ],

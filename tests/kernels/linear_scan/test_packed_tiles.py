@@ -1,0 +1,86 @@
+"""Packed sequences in the tiles of CUDA kernels that cut rows into segments, in an emulator of the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from selecting import like
+from torch import Tensor
+
+from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan.spec import FAMILY
+
+#: Channels and time steps of rows that are aligned and misaligned.
+ROWS = {"aligned": (1, 3, 2400), "misaligned": (1, 3, 2399)}
+DTYPES = {"forward": "bfloat16", "backward": "float32"}
+
+
+def emulated(direction: str, emulator: ModuleType, folder: Path) -> Any:
+    kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
+    pins = {"dtype": DTYPES[direction], "access": "varlen", "prefix_lead": 2}
+    return emulator.emulated(kernel, like(kernel, pins), folder)
+
+
+def many_short_sequences(time: int) -> Tensor:
+    """Bounds of more sequences than a warp looks at together, of which some are empty."""
+    cuts = torch.randint(0, time + 1, (time // 12,)).sort().values
+    return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+def test_many_short_sequences_match_the_reference(
+    direction: str,
+    rows: str,
+    states: bool,
+    reverse: bool,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = emulated(direction, cuda_emulator, tmp_path)
+    monkeypatch.setattr(cases, "random_cu_seqlens", many_short_sequences)
+    setting = cases.Setting(states=states, reverse=reverse, packed=True)
+    dtype = DTYPES[direction]
+    case = cases.draw(ROWS[rows], setting, dtype, "cpu").case(library.kernel.name, aligned=True)
+    assert library.kernel.rules.accepts(library.variant, case.problem) is None
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)
+def test_what_is_not_finite_stays_in_its_sequence(
+    direction: str, rows: str, value: float, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """The sequences before and after it have the results that they have without it, to the bit."""
+    library = emulated(direction, cuda_emulator, tmp_path)
+    trial = cases.draw(ROWS[rows], cases.Setting(packed=True), DTYPES[direction], "cpu")
+    case = trial.case(library.kernel.name, aligned=True)
+    # With these a lane scans its steps once more in any case.
+    case.tensors.update(dict.fromkeys(("final_state", "initial_state_grad")))
+    bounds = case.tensors["offsets"]
+    assert bounds is not None
+    number = int((bounds[1:] - bounds[:-1]).argmax())
+    begin, end = bounds[number : number + 2].tolist()
+    results = []
+    for poisoned in (False, True):
+        name = "tokens" if direction == "forward" else "states_grad"
+        tensor = case.tensors[name]
+        assert tensor is not None
+        if poisoned:
+            tensor[..., (begin + end) // 2] = value
+        library.run(case.problem, case.tensors, seed=0)
+        outputs = (case.tensors[name] for name in case.expected)
+        results.append([out.clone() for out in outputs if out is not None])
+    for plain, other in zip(*results, strict=True):
+        assert not other[..., begin:end].isfinite().all()
+        for part in (slice(0, begin), slice(end, None)):
+            torch.testing.assert_close(other[..., part], plain[..., part], rtol=0, atol=0)
