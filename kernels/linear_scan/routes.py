@@ -3,7 +3,7 @@
 - ``padded``: contiguous channels whose rows are no whole chunks of 16 bytes go to rows that are. The channels beyond are
   scanned, too, and nobody reads them. Gates that do not change with time stay as few.
 - ``rows``: very few contiguous channels go to a row of contiguous time for each, where ``padded`` would have more
-  channels beyond than there are.
+  channels beyond than there are. So do more of them where sequences are packed, since of rows a sequence is cut.
 
 A scan and its copies take memory for what is copied, at most ``MOST_BYTES``. Which way is taken is for
 ``dispatch.routes`` to say, by what ``estimate`` says of each.
@@ -63,7 +63,8 @@ def _routes(problem: LinearScanProblem) -> Iterator[Route]:
     ):
         yield _padded(problem)
         step = problem.channels * ITEM_SIZE[problem.dtype]
-        if step < _ROWS_STEP and step * problem.time <= _ROWS_BATCH:
+        few = step < _ROWS_STEP or problem.sequences
+        if few and step * problem.time <= _ROWS_BATCH:
             yield _rows(problem)
 
 
