@@ -174,9 +174,6 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 inline unsigned atomicAdd(unsigned* to, unsigned value) {
     return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
 }
-inline unsigned atomicOr(unsigned* to, unsigned value) {
-    return __atomic_fetch_or(to, value, __ATOMIC_RELAXED);
-}
 
 template <class To, class From>
 To emulated_bits(From from) {
