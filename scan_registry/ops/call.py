@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 from torch.nn import Parameter
 
+from scan_registry.base.environment import flag
 from scan_registry.dispatch import policy
 from scan_registry.hardware._launcher import FastLaunch, FastPath
 from scan_registry.ops.launching import facts_of, plan_cache
@@ -136,14 +137,18 @@ def casting(
     path: Path, raw: Sequence[Any], taken: Sequence[Any], options: tuple[Any, ...]
 ) -> Callable[..., Any] | None:
     """The plan of a call that takes ``path`` with some of the ``raw`` tensors in other dtypes, those in ``taken``: it casts them by
-    torch's own operator, which autograd records. None if they differ in more than that."""
+    torch's own operator, which autograd records. None if they differ in more than that. The plan leaves integers, whose values
+    ``SCAN_REGISTRY_DEBUG`` may want checked, to the checked call then."""
     pairs = [*zip(raw, taken, strict=True)]
     changed = [(one, other) for one, other in pairs if one is not other]
     if any(one.shape != other.shape or one.dtype == other.dtype for one, other in changed):
         return None
+    integers = any(not one.is_floating_point() for one, _ in changed)
     dtypes = [None if one is other else other.dtype for one, other in pairs]
 
     def plan(*tensors: Any) -> Any:
+        if integers and flag("SCAN_REGISTRY_DEBUG"):
+            return None
         both = zip(tensors, dtypes, strict=True)
         return path(tuple([t if d is None else t.to(d) for t, d in both]), options)
 

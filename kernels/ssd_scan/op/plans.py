@@ -289,7 +289,7 @@ def finished(
 ) -> Gradients:
     """The gradients that are needed, of what kernels wrote; None for that of z."""
     dt_grad = pointers["dt_grad"]
-    of_heads = pointers["head_grads"].sum((1, 2))
+    of_heads = _sums_of_heads(pointers["head_grads"])
     wide_D = arguments.D is not None and arguments.D.dim() == 2
     gradients: list[Callable[[], Tensor | None]] = [
         lambda: pointers["x_grad"],
@@ -306,6 +306,13 @@ def finished(
     return tuple(
         gradient() if need else None for gradient, need in zip(gradients, needed, strict=True)
     )
+
+
+def _sums_of_heads(terms: Tensor) -> Tensor:
+    """The gradients of A, D and the bias, (3, heads). Each begins on a 16-byte boundary, as compiled graphs expect of results."""
+    heads = terms.shape[-1]
+    rows = terms.new_empty(terms.shape[0], -(-heads // 4) * 4)[:, :heads]
+    return torch.sum(terms, (1, 2), out=rows)
 
 
 def _skip_gradient(arguments: Arguments, out_grad: Tensor) -> Tensor:

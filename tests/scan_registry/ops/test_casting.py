@@ -13,6 +13,7 @@ from scan_registry.kernels.selective_scan.op import autograd as selective_scan_a
 from scan_registry.kernels.selective_scan.op import function as selective_scan_function
 from scan_registry.kernels.ssd_scan.op import autograd as ssd_scan_autograd
 from scan_registry.kernels.ssd_scan.op import function as ssd_scan_function
+from scan_registry.ops.call import casting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,3 +81,17 @@ def test_a_mix_of_dtypes_that_is_not_accepted_is_refused(name: str) -> None:
     for _ in range(2):
         with pytest.raises(TypeError, match="float64"):
             CALLS[name][0](*small)
+
+
+def test_integers_are_left_to_the_checked_call_under_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, factor = torch.tensor([0, 7]), torch.ones(2, dtype=NARROW)
+    for raw in (wide, factor):
+        taken = raw.to(torch.int32 if raw is wide else torch.float32)
+        plan = casting(lambda tensors, options: tensors, [raw], [taken], ())
+        assert plan is not None
+        for value, checked in (("0", False), ("1", True), ("0", False)):
+            monkeypatch.setenv("SCAN_REGISTRY_DEBUG", value)
+            if checked and raw is wide:
+                assert plan(raw) is None
+            else:
+                assert plan(raw)[0].dtype == taken.dtype

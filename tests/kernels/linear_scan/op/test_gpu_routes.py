@@ -104,11 +104,11 @@ def test_the_forward_pass_takes_a_route(case):
     assert decisions["forward"].route is not None
 
 
-def test_packed_rows_go_to_triton():
+def test_misaligned_packed_rows_are_cut_into_tiles():
     case = Case.parse(PACKED[0])
     gates, tokens, initial, bounds = tensors_of(case)
     forward = routes(gates, tokens, initial, case, bounds)["forward"]
-    assert forward.taken().language == "triton"
+    assert forward.taken().language == "cuda"
 
 
 @pytest.mark.parametrize("case", ROUTED)

@@ -123,6 +123,15 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     return played
 
 
+@pytest.mark.parametrize("heads", [1, 3, 4, 6])
+def test_gradients_of_heads_begin_on_16_bytes(heads: int) -> None:
+    """As torch.compile asserts of an operator's results, also where heads are no multiple of four."""
+    terms = torch.randn(3, 2, 5, heads)
+    sums = plans._sums_of_heads(terms)
+    torch.testing.assert_close(sums, terms.sum((1, 2)), rtol=0, atol=0)
+    assert all(row.is_contiguous() and row.data_ptr() % 16 == 0 for row in sums)
+
+
 def agrees(problem: dict[str, Any], **options: Any) -> None:
     results, grads = gradients_of(partial(run, **options), problem)
     exact = {
