@@ -101,7 +101,8 @@ def targets() -> str:
 #: Runs whose shapes differ in how they were chosen.
 _CHOICES = {
     "`linear_scan`, the shapes that it is tuned for": ("h100-targets",),
-    "`linear_scan`, random shapes": ("h200-bench-random-21", "h200-bench-random-23"),
+    "`linear_scan`, shapes that people use": ("h200-uses",),
+    "`linear_scan`, random shapes": ("h200-bench-random",),
     "`gated_scan`, three sizes": ("h100-bench-gated",),
     "`causal_conv1d`, sizes of Mamba models, one misaligned": ("h100-bench-conv",),
     "`selective_scan`, sizes of Mamba models": ("h100-bench-selective",),
