@@ -185,7 +185,9 @@ def pages(folders: Mapping[str, Path]) -> dict[str, str]:
             (folder / "cache", "~/.cache/scan-registry"),
             (folder, "…/scan_registry"),
         ):
-            made[name] = made[name].replace(str(path), shown)
+            # The name of a temporary folder may be so long that it has a line of its own.
+            text = made[name].replace(f"archives in\n{path}", f"archives in {path}")
+            made[name] = text.replace(str(path), shown)
     return made
 
 
