@@ -105,8 +105,8 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
 
 
 def ships(statics: Pins, target: Target) -> bool:
-    """Whether wheels hold the variant. What only an H200 has been timed with, and other kernels can replace, is in archives of its
-    architecture alone, as others have no room."""
+    """Whether wheels hold the variant. Kernels that were timed on an H200 alone, and that other kernels can stand in for, are in
+    archives of capability 9.0 alone: the other archives have no room."""
     pins = dict(statics)
     replaceable = pins["access"] == MULTI_CTA or (pins["access"], pins["dtype"]) == (
         SCALAR,

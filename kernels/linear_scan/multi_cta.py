@@ -14,9 +14,9 @@ from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProbl
 from scan_registry.kernels.linear_scan.space import MULTI_CTA, Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
-#: SMs of the GPUs that it was timed on, which say what it is the fastest for.
+#: SMs of an H100 or H200. The kernel was timed on an H200, and the limits below are of such GPUs.
 _SMS = 132
-#: CTAs of a column at least, and scans times CTAs of each from which it is faster than tiles that look back.
+#: The least CTAs of a column, and the least product of scans and CTAs of a column: below, tiles that look back are faster.
 _LEAST_CTAS, _LEAST_SCANS = 2, 4400
 #: Steps below which no CTA has several tiles.
 _LEAST_TIME = 512
@@ -24,7 +24,7 @@ _CHANNELS = 64
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """The one that wheels hold for every GPU that has room for it."""
+    """The tile of this access, which archives of capability 9.0 hold and the JIT compiles for other GPUs."""
     if ITEM_SIZE[dtype] == 2:
         column = {"warps": 8, "lanes_across": 32, "vector": 2}
         ring = {"steps": 16, "stages": 5, "ctas_per_column": 4, "aggregate_lead": 3}
@@ -70,7 +70,7 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """It takes only what it is the fastest for, of which tiles that look back take some, too."""
+    """Below the costs of all other kernels: ``accepts`` leaves only problems for which this kernel is the fastest."""
     return -2.0
 
 

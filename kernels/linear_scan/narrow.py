@@ -14,7 +14,7 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Bytes of a tile of one tensor.
 AREA = 4096
-#: Channels at most: of the warp that scans; and at least, as others leave most of it idle.
+#: The most channels, a lane of the scanning warp for each, and the fewest, below which most of these lanes are idle.
 _CHANNELS, _LEAST_CHANNELS = 32, 6
 #: Batches below which kernels that cut time are faster: there is a CTA for each batch.
 _LEAST_BATCHES = 192

@@ -33,7 +33,7 @@ _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
     ("float32", "backward"): (16, 4),
     ("complex64", "backward"): (12, 2),
 }
-#: Channels side by side of which many threads of a CTA have one, if there are more than the first.
+#: Widths of columns that leave few of a CTA's 256 threads idle, for rows of more channels than the first width.
 _ACROSS = (32, 36, 42, 51, 64)
 #: Steps of a thread below which a tile is to have several batches.
 _LEAST_STEPS = 8

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 from scan_registry.ops.benchmark import OURS, PerformanceTarget, Timing
@@ -19,9 +19,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The roofline's time over the kernel's."""
-        assert self.timing.roofline_ms is not None
-        return self.timing.roofline_ms / self.timing.ms
+        return self.timing.ratio
 
     @property
     def met(self) -> bool:
@@ -48,10 +46,6 @@ class Use:
     cases: int
     mean: float
     least: float
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def uses(outcomes: Iterable[Outcome]) -> list[Use]:

@@ -33,7 +33,7 @@ _ROOFLINE = (
 )
 _LISTED = 10  # that were not timed for the same reason, each with a line of its own
 _TARGETS = "--targets times the project's own cases, each with the least fraction of the roofline that it is to reach."
-_USES = " --uses times shapes that people use in the same way, and sums up each use."
+_USES = " --uses likewise times shapes that people use, and sums up each use."
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -158,6 +158,12 @@ class Timing:
     roofline: str | None = None
 
     @property
+    def ratio(self) -> float:
+        """The share of the roofline: its time over that of the call."""
+        assert self.roofline_ms is not None
+        return self.roofline_ms / self.ms
+
+    @property
     def us_per_step(self) -> float:
         """Microseconds of a step of the sequence."""
         return 1e3 * self.ms / float(self.case.time)

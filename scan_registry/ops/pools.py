@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scan_registry.ops import row_copies
 from scan_registry.ops.call import has_tangents
 from scan_registry.ops.checks import (
     as_index,
@@ -23,7 +24,6 @@ from scan_registry.ops.checks import (
     refuse_mapped,
     refuse_shared_elements,
 )
-from scan_registry.ops.row_copies import copy_rows
 from scan_registry.ops.values import are_checked, check_bounds, check_rows
 
 __all__ = ["StateRows", "refuse_checkpoints", "scan_rows", "stand_in", "step_rows", "timed"]
@@ -73,8 +73,8 @@ class StateRows(NamedTuple):
     def read(self) -> Tensor:
         """The states of the sequences, a copy."""
         indices = self.state_batch_indices
-        copied = self.pool.new_empty((indices.shape[0], *self.pool.shape[1:]))
-        if copy_rows(self.pool, copied, indices, self.pad_slot_id, scatter=False):
+        copied = row_copies.gather(self.pool, indices, self.pad_slot_id)
+        if copied is not None:
             return copied
         rows, absent = self._rows(indices)
         states = self.pool.index_select(0, rows)
@@ -86,7 +86,7 @@ class StateRows(NamedTuple):
         if not states.shape[0]:
             return
         states = states.to(self.pool.dtype)
-        if copy_rows(self.pool, states.contiguous(), indices, self.pad_slot_id, scatter=True):
+        if row_copies.scatter(self.pool, states, indices, self.pad_slot_id):
             return
         rows, absent = self._rows(indices)
         first = absent.to(torch.uint8).argmin(0, keepdim=True)

@@ -14,23 +14,36 @@ from scan_registry.ops.call import OBSERVERS, are_plain
 from scan_registry.ops.launching import plan_cache
 from scan_registry.runtime.loader import prepare
 
-__all__ = ["copy_rows", "rows_problem"]
+__all__ = ["gather", "rows_problem", "scatter"]
 
 
-def copy_rows(
-    pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, *, scatter: bool
-) -> bool:
-    """Copy the pool's rows to ``states``, or the states to the pool's rows, if a kernel on a GPU can; whether it has.
+def gather(pool: Tensor, indices: Tensor, pad_slot: int) -> Tensor | None:
+    """A copy of the rows of a pool (slots, …) that ``indices`` (rows,) name; None where no kernel on a GPU makes it. A row whose index
+    is below zero, too large, or ``pad_slot`` is zeros."""
+    if not _may_run(pool, indices):
+        return None
+    states = pool.new_empty((indices.shape[0], *pool.shape[1:]))
+    return states if _copied(pool, states, indices, pad_slot, False) else None
 
-    ``states`` lie without gaps, in the dtype of the pool. An index that is below zero or too large, or ``pad_slot``, stands for no
-    row: states are zeros, or the state is not written.
-    """
-    if torch.compiler.is_compiling() or not _on_gpu(pool):
+
+def scatter(pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int) -> bool:
+    """Write ``states`` (rows, …), of the pool's dtype, to the rows of the pool that ``indices`` name, if a kernel on a GPU can; whether
+    it has. A state whose index is below zero, too large, or ``pad_slot`` is not written."""
+    if not _may_run(pool, states, indices):
         return False
-    if not are_plain(pool, states, indices) or any(observer() for observer in OBSERVERS):
+    return _copied(pool, states.contiguous(), indices, pad_slot, True)
+
+
+def _may_run(*tensors: Tensor) -> bool:
+    """Whether a call is made on a GPU at once, and nobody watches what torch's operators do in it."""
+    if torch.compiler.is_compiling() or not _on_gpu(tensors[0]):
         return False
-    own = indices.contiguous()
-    copied: bool = plan_cache.run(_plan, (pool, states, own), pad_slot, scatter)
+    return are_plain(*tensors) and not any(observer() for observer in OBSERVERS)
+
+
+def _copied(pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, scatters: bool) -> bool:
+    tensors = pool, states, indices.contiguous()
+    copied: bool = plan_cache.run(_plan, tensors, pad_slot, scatters)
     return copied
 
 
@@ -39,9 +52,9 @@ def _on_gpu(pool: Tensor) -> bool:
 
 
 def _plan(
-    pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, scatter: bool
+    pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, scatters: bool
 ) -> Callable[..., bool]:
-    problem = rows_problem(pool, states, indices, pad_slot, scatter)
+    problem = rows_problem(pool, states, indices, pad_slot, scatters)
     ready = None
     if problem is not None:
         ready = prepare(pool.device.index, FAMILY, problem, "auto", policy.lowest())
@@ -51,7 +64,7 @@ def _plan(
 
     def copy(pool: Tensor, states: Tensor, indices: Tensor) -> bool:
         run({"pool": pool, "states": states, "indices": indices})
-        if scatter:
+        if scatters:
             torch.autograd.graph.increment_version(pool)
         return True
 
@@ -59,7 +72,7 @@ def _plan(
 
 
 def rows_problem(
-    pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, scatter: bool
+    pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int, scatters: bool
 ) -> RowsProblem | None:
     """What a copy poses; None if the rows of the pool lie as the kernel cannot read them."""
     if not states.numel() or not states.is_contiguous():
@@ -87,7 +100,7 @@ def rows_problem(
         run_stride=run_stride * size // unit,
         slots=pool.shape[0],
         slot_stride=slot_stride * size // unit,
-        scatter=scatter,
+        scatter=scatters,
         pad_slot=pad_slot,
         wide_indices=indices.dtype == torch.int64,
     )
