@@ -52,6 +52,8 @@ def gated_norm(
     size = features if group_size is None else group_size
     if size < 1 or features % size:
         raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
+    if z is bias is None and size == features and not centered and weight.dtype == x.dtype:
+        return rms_norm(x, (size,), weight, eps)  # which computes in float32, too
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     gate = None if z is None else silu(z.to(dtype))
     # A product with the gate is in its dtype.

@@ -13,11 +13,13 @@ from torch.nn.functional import silu, softplus
 
 from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
+from scan_registry.nn.gated_norm import RMSNormGated
 from scan_registry.nn.mamba_inner import Map, States, convolve, convolve_step
 from scan_registry.nn.mamba_states import wide
+from scan_registry.nn.submodules import is_plain
 
-#: Of the scan's output and the gate, both (…, heads · head_size).
-Norm = Callable[[Tensor, Tensor], Tensor]
+#: Of the scan's output and the gate, both (…, heads · head_size); of that alone if ``follows_gate``.
+Norm = Callable[[Tensor, Tensor | None], Tensor]
 
 
 class Sizes(NamedTuple):
@@ -109,11 +111,13 @@ def convolve_and_scan(
         backend=backend,
     )
     x, B, C = sizes.inputs(u.transpose(1, 2))
+    # For gradients of the gate, the scan would keep what it multiplies, too.
+    gated = norm is None or (not torch.is_grad_enabled() and follows_gate(norm))
     if initial_state is not None and cu_seqlens is not None:
         initial_state = initial_state.unsqueeze(0)
     result: Any = ssd_scan(
         *(x, dt, weights.A, B, C, weights.D),
-        z.unflatten(-1, (sizes.heads, sizes.head_size)) if norm is None else None,
+        z.unflatten(-1, (sizes.heads, sizes.head_size)) if gated else None,
         *(weights.dt_bias, True, weights.dt_limit, initial_state),
         seq_idx=seq_idx if cu_seqlens is None else None,
         cu_seqlens=cu_seqlens,
@@ -123,7 +127,7 @@ def convolve_and_scan(
     out, after = result if return_state else (result, None)
     if after is not None and cu_seqlens is not None:
         after = after.squeeze(0)
-    return _joined(gate, inputs, out.flatten(-2), z, norm), after
+    return _joined(gate, inputs, out.flatten(-2), None if gated else z, norm), after
 
 
 def step(
@@ -145,6 +149,7 @@ def step(
         dt = wide(dt) if bias is None else wide(dt) + bias
         dt, bias, smooth = softplus(dt).clamp(*weights.dt_limit), None, False
     A = weights.A[:, None, None].expand(*shape, sizes.states)
+    gated = norm is None or follows_gate(norm)
     y = selective_state_update(
         *(
             states.scan,
@@ -155,11 +160,20 @@ def step(
             C,
             _per_feature(weights.D, shape),
         ),
-        z.unflatten(-1, shape) if norm is None else None,
+        z.unflatten(-1, shape) if gated else None,
         *(_per_feature(bias, shape), smooth),
         backend=backend,
     )
-    return _joined(gate, inputs, y.flatten(-2), z, norm)
+    return _joined(gate, inputs, y.flatten(-2), None if gated else z, norm)
+
+
+def follows_gate(norm: Norm) -> bool:
+    """Whether the norm is of a product with silu of the gate, which kernels compute; and no hook of the norm sees the gate."""
+    return (
+        isinstance(norm, RMSNormGated)
+        and not norm.norm_before_gate
+        and is_plain(norm, RMSNormGated.forward)
+    )
 
 
 def _per_feature(x: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -167,7 +181,9 @@ def _per_feature(x: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     return x if x is None or x.dim() == 2 else x.unsqueeze(-1).expand(shape)
 
 
-def _joined(gate: Tensor | None, inputs: Any, y: Tensor, z: Tensor, norm: Norm | None) -> Tensor:
+def _joined(
+    gate: Tensor | None, inputs: Any, y: Tensor, z: Tensor | None, norm: Norm | None
+) -> Tensor:
     if norm is not None:
         y = norm(y, z)
     return y if gate is None else torch.cat([silu(gate) * inputs, y], -1)

@@ -33,6 +33,19 @@ def test_steps_are_the_whole(options: dict[str, Any]) -> None:
     torch.testing.assert_close(states, (conv, ssm))
 
 
+def test_a_norm_with_a_hook_sees_the_gate() -> None:
+    """Without one, kernels multiply by the gate before the norm."""
+    m, hidden = made(), given()
+    states = [m.allocate_inference_cache(2, 0) for _ in range(2)]
+    with torch.no_grad():
+        expected = m(hidden), m.step(hidden[:, :1], *states[0])[0]
+        inputs: list[tuple[Tensor, ...]] = []
+        m.norm.register_forward_pre_hook(lambda _, args: inputs.append(args))
+        outputs = m(hidden), m.step(hidden[:, :1], *states[1])[0]
+    torch.testing.assert_close(outputs, expected)
+    assert [isinstance(gate, Tensor) for _, gate in inputs] == [True, True]
+
+
 def test_the_caches_shapes_and_dtypes() -> None:
     m = nn.Mamba2(64, d_state=16, headdim=32, ngroups=2, dtype=torch.bfloat16)
     states = m.allocate_inference_cache(3, 1)

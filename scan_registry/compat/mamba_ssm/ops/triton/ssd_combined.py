@@ -204,7 +204,7 @@ def mamba_split_conv1d_scan_combined(
     final = as_flag("return_final_states", return_final_states)
     before_gate = as_flag("norm_before_gate", norm_before_gate)
 
-    def norm(y: Tensor, z: Tensor) -> Tensor:
+    def norm(y: Tensor, z: Tensor | None) -> Tensor:
         assert rmsnorm_weight is not None
         return gated_norm(
             *(y, rmsnorm_weight, None, z),
