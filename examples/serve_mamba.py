@@ -43,17 +43,19 @@ class Call(NamedTuple):
     """What one pass through the model is for. All tokens are packed: sequence n has those from cu_seqlens[n] on.
 
     Each slot has one row of a convolution's pool, and ``TOKENS`` rows of a scan's pool, one for the state after each token
-    of a step. Slots of kept prefixes use the first row alone.
+    of a step. Slots of kept prefixes use the first row alone. Where no tokens are drafted, each slot has one row of each pool.
     """
 
     slots: Tensor
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor | None = None  # None: a step of one token of each sequence
     accepted: Tensor | None = None  # of a step: how many tokens of the last step count
     start: Tensor | None = None  # of prompts: the slot of the prefix, or -1 for none
     keep: Tensor | None = None  # of prompts: slots for the states after each block, or -1
 
     def columns(self) -> Tensor:
         """The rows of a scan's pool that the sequences' slots have."""
+        if self.accepted is None:
+            return self.slots
         return self.slots.unsqueeze(1) * TOKENS + torch.arange(TOKENS, device=self.slots.device)
 
     def rows(self, pool: Tensor, rows_of_slot: int) -> StateRows:
@@ -77,7 +79,7 @@ class Pools(NamedTuple):
 def convolve(x: Tensor, conv: torch.nn.Conv1d, pool: Tensor, call: Call) -> Tensor:
     """The convolution of (tokens, channels) and silu of it."""
     weight, width = conv.weight.squeeze(1), conv.weight.shape[-1]
-    if call.accepted is not None:
+    if call.start is None:
         return causal_conv1d_update(
             *(x, pool, weight, conv.bias, "silu"),
             conv_state_indices=call.slots,
@@ -99,8 +101,8 @@ def mamba(block: nn.Mamba, hidden: Tensor, pools: Pools, call: Call) -> Tensor:
     x = convolve(x, block.conv1d, pools.conv, call)
     sizes = block.dt_rank, block.d_state, block.d_state
     dt, B, C = block.x_proj(x).split(sizes, -1)
-    dt, A = linear(dt, block.dt_proj.weight), -torch.exp(block.A_log)
-    if call.accepted is not None:
+    dt, A = linear(dt, block.dt_proj.weight), -torch.exp(block.A_log.float())
+    if call.start is None:
         y = selective_state_update(
             *(pools.scan, x, dt, A, B, C, block.D, z, block.dt_proj.bias, True),
             state_batch_indices=call.columns(),
@@ -124,27 +126,29 @@ def mamba2(block: nn.Mamba2, hidden: Tensor, pools: Pools, call: Call) -> Tensor
     x, B, C = xBC.split((features, states, states), -1)
     x = x.unflatten(-1, (block.nheads, block.headdim))
     B, C = (t.unflatten(-1, (block.ngroups, block.d_state)) for t in (B, C))
-    A = -torch.exp(block.A_log)
-    if call.accepted is not None:
+    z = z.unflatten(-1, (block.nheads, block.headdim))
+    A = -torch.exp(block.A_log.float())
+    if call.start is None:
         of_head = block.nheads, block.headdim
         D, bias = (t.unsqueeze(-1).expand(of_head) for t in (block.D, block.dt_bias))
         y = selective_state_update(
             *(pools.scan, x, dt.unsqueeze(-1).expand(x.shape)),
-            *(A[:, None, None].expand(*of_head, block.d_state), B, C, D, None, bias, True),
+            *(A[:, None, None].expand(*of_head, block.d_state), B, C, D, z, bias, True),
             state_batch_indices=call.columns(),
             cu_seqlens=call.cu_seqlens,
             num_accepted_tokens=call.accepted,
         )
     else:
-        x, dt, B, C = (t.unsqueeze(0) for t in (x, dt, B, C))
+        x, dt, B, C, z = (t.unsqueeze(0) for t in (x, dt, B, C, z))
         y = ssd_scan(
-            *(x, dt, A, B, C, block.D),
+            *(x, dt, A, B, C, block.D, z),
             dt_bias=block.dt_bias,
             dt_softplus=True,
             initial_state=call.rows(pools.scan, TOKENS),
             cu_seqlens=call.cu_seqlens,
         )[0]
-    out: Tensor = block.out_proj(block.norm(y.flatten(-2), z))
+    # Kernels have applied the gate, which is before the norm.
+    out: Tensor = block.out_proj(block.norm(y.flatten(-2)))
     return out
 
 
