@@ -193,10 +193,10 @@ struct Backward : BackwardBlocks {
             }
         }
         if constexpr (NARROW) {
-            multiply(sums, half, j, group.state[j], g, q_decay, B_steps, C_steps);
+            multiply(sums, j, group.state[j], g, q_decay, B_steps, C_steps);
 #pragma unroll
             for (int c = 0; c < 2; c++)
-                sums.size[j % 2][c] = quarter == (half + j) / 2 ? element[c][0] : sums.size[j % 2][c];
+                sums.size[j % 2][c] = keeps(j) ? element[c][0] : sums.size[j % 2][c];
         }
 #pragma unroll
         for (int s = 0; s < LANE_STATES; s++) {
@@ -206,8 +206,12 @@ struct Backward : BackwardBlocks {
         }
     }
 
-    // Sums over states on tensor cores, of step half + step of eight; a lane keeps those of its two steps.
-    __device__ void multiply(StateSums& sums, int half, int step, const LaneStates& state, const LaneStates& g,
+    // Whether a lane keeps the sums of a step of GROUP, of which the last one comes first. It keeps those of two steps, which are
+    // its own in one of the two groups of eight steps; what it keeps in the other group is never stored.
+    __device__ bool keeps(int step) const { return step >= GROUP / 2 || quarter % 2 == 0; }
+
+    // Sums over states on tensor cores, of step `step` of GROUP.
+    __device__ void multiply(StateSums& sums, int step, const LaneStates& state, const LaneStates& g,
                              const LaneStates& q_decay, const float (&B_steps)[LANE_STATES], const float (&C_steps)[LANE_STATES]) const {
         float ones[LANE_STATES];
 #pragma unroll
@@ -216,13 +220,12 @@ struct Backward : BackwardBlocks {
         add_over_states(y, state, C_steps);
         add_over_states(delta_u, g, B_steps);
         add_over_states(delta, q_decay, ones);
-        const bool mine = quarter == (half + step) / 2;
         const int j = step % 2;
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            sums.y[j][c] = mine ? y[2 * c + j] : sums.y[j][c];
-            sums.delta_u[j][c] = mine ? delta_u[2 * c + j] : sums.delta_u[j][c];
-            sums.delta[j][c] = mine ? delta[2 * c + j] : sums.delta[j][c];
+            sums.y[j][c] = keeps(step) ? y[2 * c + j] : sums.y[j][c];
+            sums.delta_u[j][c] = keeps(step) ? delta_u[2 * c + j] : sums.delta_u[j][c];
+            sums.delta[j][c] = keeps(step) ? delta[2 * c + j] : sums.delta[j][c];
         }
     }
 
@@ -233,8 +236,8 @@ struct Backward : BackwardBlocks {
         const int index = transposed_index<8, 4>();
         const int state = quarter * LANE_STATES + index % LANE_STATES;
         float* const to = of_warp + state * 8 + moved_step(state, step + index / LANE_STATES);
-        to[0] = transposed_sum<8, 4>(B_terms);
-        to[LANE_STATES * THREADS] = transposed_sum<8, 4>(C_terms);
+        to[0] = sum_by_choice<8, 4>(B_terms);
+        to[LANE_STATES * THREADS] = sum_by_choice<8, 4>(C_terms);
     }
 
     // Where d(δ·u), dδ and y (`which` 1 to 3) of a step go: in place of what they are made of, or, if other blocks of states

@@ -80,6 +80,22 @@ __device__ inline void load_checkpoint(float (&h)[LANE_STATES], const float* fro
     }
 }
 
+// As transposed_sum, where the compiler swaps two values by three moves: to choose one of them twice takes two instructions,
+// but registers that float32 does not have.
+template <int N, int FIRST>
+__device__ inline float sum_by_choice(float (&v)[N]) {
+    if constexpr (!NARROW) return transposed_sum<N, FIRST>(v);
+    int bit = FIRST;
+#pragma unroll
+    for (int width = N / 2; width >= 1; width /= 2, bit *= 2) {
+        const bool high = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < width; i++)
+            v[i] = chosen(high, v[i + width], v[i]) + __shfl_xor_sync(~0u, chosen(high, v[i], v[i + width]), bit);
+    }
+    return v[0];
+}
+
 // Two sums over the `count` lanes, 2^shift from each other, that have the same channel.
 __device__ inline void sum_over_lanes(float& x, float& y, int count, int shift) {
     for (int bit = 1 << shift; bit < count << shift; bit *= 2) {
