@@ -6,7 +6,7 @@ a time along the layout's dimension; ``generic`` takes any strides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product, starmap
 from pathlib import Path
 
@@ -167,27 +167,36 @@ def _forward_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
         tiles = [(2, 1, 16, 4, 3), (4, 1, 16, 4, 3), large]
     names = ("states", "split", "times", "warps", "ctas")
     shared = tuple(tuple(zip(names, tile, strict=True)) for tile in tiles)
-    if (named["access"], named["layout"]) != ("aligned", "time_last"):
+    if not _along_time(named):
         return shared
     names = ("states", "turns", "times", "warps", "ctas")
-    turns = (4, 1, 32, 2, 8) if wide else (4, 1, 128, 4, 4)
+    turns = (4, 1, 32, 2, 6) if wide else (4, 1, 128, 4, 4)
     return (*shared, tuple(zip(names, turns, strict=True)))
 
 
 def _serves(statics: model.Pins, target: Target) -> bool:
     """Few registers, for one CTA more on an SM, are enough for the code of sm_90 alone: forwards in 16 bits, and backwards
-    of 16 states. Tiles for up to 8 states, and those whose warps take turns, are for sm_90 alone, too: archives of others have no
-    room for them."""
+    of 16 states, where bfloat16 along time has both. Tiles for up to 8 states, and those whose warps take turns, are for sm_90
+    alone, too: archives of others have no room for them. For many rows along time in 16 bits two warps that share channels are
+    1% slower there than warps that do not, which is not worth their room."""
     named = dict(statics)
     of_sm90 = target.capability == (9, 0) and not target.is_ptx
     if "turns" in named:
         return of_sm90
-    if (named.get("states"), named.get("split")) == (2, 2) and named["dtype"] != "float32":
+    narrow = named["dtype"] != "float32"
+    if (named.get("states"), named.get("split")) == (4, 1) and narrow and _along_time(named):
+        return not of_sm90
+    if (named.get("states"), named.get("split")) == (2, 2) and narrow:
         return (named.get("ctas") == 4) == of_sm90
     if (named.get("states"), named.get("blocks")) == (4, 1):
-        return (named.get("ctas") == 3) == of_sm90
+        both = of_sm90 and named["dtype"] == "bfloat16" and _along_time(named)
+        return both or (named.get("ctas") == 3) == of_sm90
     small = named.get("states") == 2 and (named.get("split") == 1 or "blocks" in named)
     return of_sm90 or not small
+
+
+def _along_time(named: Mapping[str, object]) -> bool:
+    return (named["access"], named["layout"]) == ("aligned", "time_last")
 
 
 def _turns_shared(variant: model.Variant) -> int:
@@ -208,13 +217,14 @@ def _forward_shared(variant: model.Variant) -> int:
 
 
 def _forward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem) -> float:
-    """Room for states that there are not; then whether warps take turns; then whether two warps share their channels, which
-    pays where there are few: on an H100 up to 24,576 of all batches and sequences."""
+    """Room for states that there are not; then whether warps take turns; then generic access where there is another; then whether
+    two warps share their channels, which pays where there are few: on an H100 up to 24,576 of all batches and sequences."""
     if _takes_turns(variant):
         return _capacity(variant) + (-1 if problem.takes_turns else 1) / 16
     rows = problem.batch * problem.channels * max(1, problem.sequences)
     split = 1 if rows > 24_576 else 2
-    return _capacity(variant) + abs(variant.number("split") - split) / 64
+    generic = variant.text("access") == "generic"
+    return _capacity(variant) + generic / 32 + abs(variant.number("split") - split) / 64
 
 
 # --- Backward ---------------------------------------------------------------------------------
@@ -243,6 +253,14 @@ def _backward_shared(variant: model.Variant) -> int:
     of_states, stage = states // 2 * 32 * warps * times, 2 * 4 * states * times
     sums = 0 if variant.number("blocks") == 1 else 3 * channels * (times + 1)
     return 4 * (rows + of_states + stage + 4 * channels + sums)
+
+
+def _backward_cost(variant: model.Variant, problem: problems.SelectiveScanProblem) -> float:
+    """Room for states that there are not; then whether a kernel has more registers than three CTAs on an SM leave it, which
+    pays where no SM of an H100 gets more than two."""
+    ctas = 2 if _ctas(variant, problem) <= 2 * 132 else 3
+    states = variant.number("blocks") * variant.number("states")
+    return states + abs(variant.number("ctas") - ctas) / 16
 
 
 def _adjoint_tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
@@ -278,7 +296,7 @@ _SHARED: dict[problems.Direction, Callable[[model.Variant], int]] = {
 _COST: dict[problems.Direction, Callable[[model.Variant, problems.SelectiveScanProblem], float]] = {
     "forward": _forward_cost,
     "adjoint": lambda variant, problem: 0.0,
-    "backward": lambda variant, problem: variant.number("blocks") * variant.number("states"),
+    "backward": _backward_cost,
 }
 
 
