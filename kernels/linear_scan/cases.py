@@ -6,6 +6,7 @@ every option of every kernel is covered, whether or not a public function passes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -23,7 +24,7 @@ from scan_registry.kernels.cases import (
     relative_error,
     with_gaps,
 )
-from scan_registry.kernels.linear_scan import reference
+from scan_registry.kernels.linear_scan import gates_sum, reference
 from scan_registry.kernels.linear_scan.problem import (
     STRIDED,
     Direction,
@@ -143,7 +144,7 @@ def wide(tensor: Tensor) -> Tensor:
 class Case(cases.Case):
     """One launch to make: every pointer parameter by name, outputs poisoned, and what to expect."""
 
-    problem: LinearScanProblem
+    problem: LinearScanProblem | gates_sum.GatesSumProblem
 
     def error_of(self, name: str, out: Tensor, expected: Tensor) -> float:
         """States are steps of a sequence, and may be few of them."""
@@ -166,6 +167,9 @@ class Trial(cases.RandomTrial[Setting]):
 
     def launches(self, kernel: str) -> Iterator[Case]:
         """All that ``kernel`` can compute this by."""
+        if kernel == gates_sum.NAME:
+            yield from self._totals()
+            return
         yield from (self.case(kernel, aligned=aligned) for aligned in (True, False))
         constant = "time" in self.setting.broadcast and self.shape[2] > 1
         if _KERNELS[kernel][1] == "backward" and constant:
@@ -211,6 +215,27 @@ class Trial(cases.RandomTrial[Setting]):
             pieces = (problem.reduction().pieces, *expected["gates_grad"].shape)
             tensors["gates_grad"] = self._poison("state", expected["gates_grad"].expand(pieces))
         return Case(problem, tensors, expected)
+
+    def _totals(self) -> Iterator[Case]:
+        """Of few and of many sums for each state, over what gates are broadcast along."""
+        dtype = reference.compute_dtype(getattr(torch, self.dtype))
+        device = self.expected["states"].device
+        for pieces in (3, max(3, 2**17 // math.prod(self._state_shape))):
+            sums = torch.rand((pieces, *self._state_shape), device=device).to(dtype)
+            sizes = zip(("outer", "batch", "channel"), self._full[:3], strict=True)
+            gates = [1 if name in self.setting.broadcast else size for name, size in sizes]
+            if self._sequences:
+                gates.append(1)
+            name = str(dtype).removeprefix("torch.")
+            problem = gates_sum.problem_of(sums.shape, sums.stride(), gates, name, name)
+            if problem is None:
+                continue
+            total = wide(sums).sum_to_size(gates)
+            tensors: dict[str, Tensor | None] = {
+                "sums": sums,
+                "gates_grad": torch.full_like(total, torch.nan, dtype=dtype),
+            }
+            yield Case(problem, tensors, {"gates_grad": total})
 
     def _expected(self, direction: Direction, sums: bool) -> dict[str, Tensor]:
         if direction == "reduction":

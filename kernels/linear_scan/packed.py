@@ -44,8 +44,8 @@ def languages(problem: LinearScanProblem, target: Target) -> tuple[Language, ...
     """In order of preference on one tier: Triton first where sequences are packed along contiguous time, and long or
     few enough for a program each, unless archives for a GPU of the capability of ``target`` cut the rows in CUDA."""
     if (
-        problem.layout == "time_last"
-        and problem.direction in ("forward", "backward")
+        problem.direction in ("forward", "backward")
+        and problem.layout == "time_last"
         and problem.sequences > 1
         and ITEM_SIZE[problem.dtype] < 8
         and not _cuts_rows(problem, target)

@@ -1,6 +1,6 @@
 """What the linear_scan family is made of: kernels, variants, what each accepts and how it launches.
 
-Sources: ``time_last_*.cu``, ``channel_last_*.cu`` and ``reduction.cu`` with their ``.cuh`` headers,
+Sources: ``time_last_*.cu``, ``channel_last_*.cu``, ``reduction.cu`` and ``gates_sum.cu`` with their ``.cuh`` headers,
 ``triton_kernels.py`` and ``triton_columns.py``. ``parameters`` gives the signature of every entry point.
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
@@ -18,6 +18,7 @@ from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import (
     columns,
     cuda_tiles,
+    gates_sum,
     multi_cta,
     narrow,
     packed,
@@ -428,6 +429,7 @@ FAMILY = Family(
         *starmap(_cuda_kernel, product(LAYOUTS, DIRECTIONS[:2])),
         *(_reduction(layout, "cuda") for layout in LAYOUTS),
         *summaries(parameters("summary"), _cuda_constants, _rejects_static),
+        gates_sum.KERNEL,
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
     samples=tuple(starmap(_sample, product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES))),

@@ -19,6 +19,7 @@ from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.linear_scan import reference
+from scan_registry.kernels.linear_scan.gates_sum import GatesSumProblem
 from scan_registry.kernels.linear_scan.op.arguments import Options
 from scan_registry.kernels.linear_scan.op.copies import on_copies
 from scan_registry.kernels.linear_scan.op.layout import KernelCall
@@ -29,6 +30,7 @@ from scan_registry.kernels.linear_scan.op.problems import (
     make_reduction_call,
     make_summary_call,
 )
+from scan_registry.kernels.linear_scan.op.totals import plan_total
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
@@ -44,8 +46,6 @@ POINTERS = {
     direction: [p.name for p in parameters(direction) if p.kind == "pointer"]
     for direction in ("forward", "backward", "reduction", "summary")
 }
-#: More sums of gates' gradients than these are added up in two steps.
-_MANY_SUMS = 2**18
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -350,6 +350,14 @@ def plan_backward(
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
     reduced = for_gates and broadcast and summing is None
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
+    pieces = call.problem.sum_pieces()
+
+    def total_runner(problem: GatesSumProblem) -> Any:
+        lowest, backend = min(Tier.PTX, policy.lowest()), options.backend
+        return prepare(device.index, FAMILY, problem, backend, lowest).run  # type: ignore[arg-type]
+
+    kernels = None if device.type == "cpu" else total_runner
+    total = plan_total(gates, layout, pieces, dim, kernels) if summing else None
 
     def plan(
         gates: Tensor, states: Any, initial: Any, cu_seqlens: Any, grad: Tensor, last_grad: Any
@@ -359,7 +367,7 @@ def plan_backward(
         leaving = layout.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
         if for_gates and summing is not None:
-            gates_grad = layout.sums(call.problem.sum_pieces())
+            gates_grad = layout.sums(pieces)
         elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
         if for_tokens or reduce is not None:
@@ -380,8 +388,8 @@ def plan_backward(
                 "offsets": cu_seqlens,
             }
         )
-        if summing is not None and gates_grad is not None:
-            gates_grad = _sum_to(gates, layout.each_sum(gates_grad), dim, cu_seqlens)
+        if total is not None and gates_grad is not None:
+            gates_grad = total(gates_grad)
         elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)
         elif gates_grad is not None and broadcast:
@@ -408,18 +416,6 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
     except NoKernelError:
         return None
     return run if callable(run) else None
-
-
-def _sum_to(gates: Tensor, sums: Tensor, dim: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The total of sums that lie as states do, over sequences and whatever else the gates are broadcast along: one reduction, but
-    for many sums, of which it would take twice their memory: first over what lies apart."""
-    if sums.numel() > _MANY_SUMS:
-        sums = sums.sum(0, keepdim=True)
-    if cu_seqlens is None:
-        sums = sums.unsqueeze(dim if dim < 0 else dim + 1)
-    missing = sums.dim() - gates.dim()  # the first dimension, and those that the gates lack
-    axes = [*range(missing), *(d + missing for d, size in enumerate(gates.shape) if size == 1)]
-    return sums.sum(axes).reshape(gates.shape).to(gates.dtype).contiguous()
 
 
 def _plan_reduction(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scan_registry import linear_scan
 from scan_registry.kernels.linear_scan import reference
-from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op import plans, totals
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.ops.launching import PlanCache
 
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_the_other_road(
 
     expected = gradients()
     summing = Summing(place, reverse)
-    monkeypatch.setattr(plans, "_MANY_SUMS", 1 if reverse else 2**18)  # in two steps, or in one
+    monkeypatch.setattr(totals, "_MANY_SUMS", 1 if reverse else 2**18)  # in two steps, or in one
     monkeypatch.setattr(plans, "plan_cache", PlanCache())
     forget_plans(monkeypatch, "linear_scan")
     monkeypatch.setattr(plans, "_plan_sums", summing.plan)
