@@ -8,11 +8,14 @@
 // The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
 // channels), channel_stream.cuh (few, staged in shared memory), narrow_columns.cuh (at most 32, rows at any address),
-// scalar_columns.cuh (rows at any address, in tiles that look back) and channel_last.cuh (generic, held in registers).
+// constant_gate_columns.cuh (few with one gate for all steps, in tiles that look back), scalar_columns.cuh (rows at any address, in
+// tiles that look back) and channel_last.cuh (generic, held in registers).
 #include "../common/compiler.cuh"
 #if NARROW
 #define BACKWARD 1
 #include "narrow_columns.cuh"
+#elif CONSTANT_GATE
+#include "constant_gate_columns.cuh"
 #elif SCALAR
 #include "scalar_columns.cuh"
 #elif SINGLE_WAVE
@@ -27,7 +30,7 @@
 #include "channel_last.cuh"
 #endif
 
-#if !SCALAR
+#if !SCALAR && !CONSTANT_GATE
 // Sums over time for which gates_grad has room for each state, where channels have one gate (problem.py). What sums up less
 // than SUM_STEPS steps does not.
 enum : int { SUM_STEPS = 64 };
@@ -222,6 +225,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     pass_over(Walk(channels, time, !(flags & 1)), from, to, final_state_grad ? final_state_grad + own_state : nullptr,
               initial_state_grad ? initial_state_grad + own_state : nullptr,
               initial_state ? initial_state + own_state : nullptr);
+#elif CONSTANT_GATE
+    const Position at(channels, time, !(flags & 1), flags);
+    Lookback lookback(at, workspace);
+    if (lookback.initializes()) return;
+    const State gate = at.has_channel ? Element::widen(gates[blockIdx.y * gates_batch + at.channel]) : State(0);
+    State grad[STEPS], earlier[STEPS];
+    Rows(states_grad, states_grad_batch, states_grad_time, at).load(grad, at.own);
+    // Of each row the state before it; that of the walk's last is not among the states.
+    Rows(states, states_batch, states_time, at, 1).load(earlier, gates_grad ? at.own - at.ends() : 0);
+    const i64 own_state = blockIdx.y * state_batch + at.channel * state_channel;
+    const State initial = at.ends() && initial_state ? initial_state[own_state] : State(0);
+    const State entering = at.begins() && at.own && final_state_grad ? final_state_grad[own_state] : State(0);
+    lookback.raise(conj(gate));
+    State h = entering, sum = State(0);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) h = BackwardStep::map(gate, grad[k])(h);
+    h = lookback.enter(h);
+    if (at.begins()) h = entering;
+    Rows to(tokens_grad, grads_batch, grads_time, at);
+    const int last = at.ends() ? at.own - 1 : -1;
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        if (k < at.own) {
+            const auto of = BackwardStep::gradients(gate, grad[k], chosen(k == last, initial, earlier[k]), h);
+            h = of.earlier, sum = sum + of.gate;
+            if (tokens_grad) to.store(of.token);
+        }
+    }
+    if (initial_state_grad && at.ends()) initial_state_grad[own_state] = h;
+    if (gates_grad) lookback.add_up(sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
+    lookback.leave();
 #elif SCALAR
     const Position at(static_cast<unsigned*>(workspace), batch, channels, time, !(flags & 1), flags);
     GateStorage* const each_gate = flags & 2 ? nullptr : gates_grad;

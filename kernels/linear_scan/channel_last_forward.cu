@@ -4,10 +4,11 @@
 // maps (gate, token). Then it computes and writes the states, from the state that enters them. Each input is read once and
 // the output is written once: 12 bytes per element in float32, 6 in bfloat16 and float16.
 //
-// The constants that a variant is compiled with (spec.py) choose one of five designs. Each header has a picture of its
+// The constants that a variant is compiled with (spec.py) choose one of six designs. Each header has a picture of its
 // tiles:
 //
 //     NARROW          narrow_columns.cuh   at most 32 channels, rows at any address
+//     CONSTANT_GATE   constant_gate_columns.cuh  few channels, each with one gate for all steps, in tiles that look back
 //     SCALAR          scalar_columns.cuh   rows at any address, in tiles that look back
 //     COLUMN_SERIAL   column_serial.cuh    many channels. Also single_wave.cuh (SINGLE_WAVE) and multi_cta_column.cuh
 //                                          (CTAS_PER_COLUMN > 1)
@@ -16,6 +17,8 @@
 #if NARROW
 #define BACKWARD 0
 #include "narrow_columns.cuh"
+#elif CONSTANT_GATE
+#include "constant_gate_columns.cuh"
 #elif SCALAR
 #include "scalar_columns.cuh"
 #elif SINGLE_WAVE
@@ -211,6 +214,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const i64 own_state = blockIdx.x * state_batch + threadIdx.x * state_channel;
     const State* const before = initial_state ? initial_state + own_state : nullptr;
     pass_over(Walk(channels, time, flags & 1), from, to, before, final_state ? final_state + own_state : nullptr, before);
+#elif CONSTANT_GATE
+    const Position at(channels, time, flags & 1, flags);
+    Lookback lookback(at, workspace);
+    if (lookback.initializes()) return;
+    const State gate = at.has_channel ? Element::widen(gates[blockIdx.y * gates_batch + at.channel]) : State(0);
+    State x[STEPS];
+    Rows(tokens, tokens_batch, tokens_time, at).load(x, at.own);
+    const i64 own_state = blockIdx.y * state_batch + at.channel * state_channel;
+    const State initial = at.begins() && at.own && initial_state ? initial_state[own_state] : State(0);
+    lookback.raise(gate);
+    State state = initial;
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) state = ForwardStep::map(gate, x[k])(state);
+    state = lookback.enter(state);
+    if (at.begins()) state = initial;
+    Rows to(states, states_batch, states_time, at);
+#pragma unroll
+    for (int k = 0; k < STEPS; k++)
+        if (k < at.own) state = ForwardStep::map(gate, x[k])(state), to.store(state);
+    if (final_state && at.ends()) final_state[own_state] = state;
+    lookback.leave();
 #elif SCALAR
     const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, flags);
     const Layout layout(Rows(states, states_batch, states_time, at), at);

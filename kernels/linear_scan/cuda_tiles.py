@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.linear_scan import multi_cta, narrow, registers, rings, scalar, space
+from scan_registry.kernels.linear_scan import (
+    constant_gate,
+    multi_cta,
+    narrow,
+    registers,
+    rings,
+    scalar,
+    space,
+)
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
 from scan_registry.kernels.linear_scan.space import (
+    CONSTANT_GATE,
     MISALIGNED,
     MULTI_CTA,
     NARROW,
@@ -20,7 +29,12 @@ from scan_registry.kernels.model import ITEM_SIZE, Pins
 #: The capability of the GPU on which kernels were timed.
 _TIMED = (9, 0)
 #: Accesses of which there is one tile for a dtype and a direction, or none.
-_OF_ACCESS = {MULTI_CTA: multi_cta.tiles, NARROW: narrow.tiles, SCALAR: scalar.tiles}
+_OF_ACCESS = {
+    MULTI_CTA: multi_cta.tiles,
+    NARROW: narrow.tiles,
+    CONSTANT_GATE: constant_gate.tiles,
+    SCALAR: scalar.tiles,
+}
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
@@ -107,11 +121,7 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
 def ships(statics: Pins, target: Target) -> bool:
     """Whether wheels hold the variant. Kernels that were timed on an H200 alone, and that other kernels can stand in for, are in
     archives of capability 9.0 alone: the other archives have no room."""
-    pins = dict(statics)
-    replaceable = pins["access"] == MULTI_CTA or (pins["access"], pins["dtype"]) == (
-        SCALAR,
-        "complex64",
-    )
+    replaceable = dict(statics)["access"] in (CONSTANT_GATE, MULTI_CTA)
     return not replaceable or (not target.is_ptx and target.capability == _TIMED)
 
 

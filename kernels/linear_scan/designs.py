@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scan_registry.kernels.linear_scan import multi_cta, narrow, registers, scalar, streams
+from scan_registry.kernels.linear_scan import (
+    constant_gate,
+    multi_cta,
+    narrow,
+    registers,
+    scalar,
+    streams,
+)
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.space import MULTI_CTA, NARROW, SCALAR
+from scan_registry.kernels.linear_scan.space import CONSTANT_GATE, MULTI_CTA, NARROW, SCALAR
 from scan_registry.kernels.model import Launch, Variant
 
 
@@ -33,7 +40,12 @@ class Design(Protocol):
         """Bytes of dynamic shared memory of a CTA."""
 
 
-_OF_ACCESS: dict[str, Design] = {MULTI_CTA: multi_cta, NARROW: narrow, SCALAR: scalar}
+_OF_ACCESS: dict[str, Design] = {
+    MULTI_CTA: multi_cta,
+    NARROW: narrow,
+    CONSTANT_GATE: constant_gate,
+    SCALAR: scalar,
+}
 
 
 def design_of(variant: Variant) -> Design:

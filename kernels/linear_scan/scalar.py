@@ -31,7 +31,6 @@ _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
     ("float16", "backward"): (32, 4),
     ("float32", "forward"): (24, 4),
     ("float32", "backward"): (16, 4),
-    ("complex64", "backward"): (12, 2),
 }
 #: Widths of columns that leave few of a CTA's 256 threads idle, for rows of more channels than the first width.
 _ACROSS = (32, 36, 42, 51, 64)
@@ -40,10 +39,10 @@ _LEAST_STEPS = 8
 _PIECE = 16
 #: Channels of misaligned rows up to which kernels that scan columns serially have too many idle threads.
 _NARROW_ROW = 32
-#: Columns below which kernels that scan them serially leave so many SMs idle that looking back is faster: of 64 misaligned channels, by
-#: the bytes of an element; and backward of 16 aligned channels of complex64.
+#: Columns of 64 misaligned channels below which kernels that scan them serially leave so many SMs idle that looking back is faster,
+#: by the bytes of an element.
 _FEW_COLUMNS = {2: 56, 4: 64}
-_MISALIGNED_COLUMN, _WIDE_COLUMN, _FEW_WIDE_COLUMNS = 64, 16, 64
+_MISALIGNED_COLUMN = 64
 #: Steps below which a column-serial kernel has no time to lose.
 _LEAST_TIME = 512
 #: Aligned rows of many batches: bytes of a row, and time steps for elements of two bytes, up to which, and steps of any row of few
@@ -86,8 +85,7 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if problem.channels > _MOST:
         return f"more than {_MOST} channels"
     if problem.whole_chunks(problem.chunk()):
-        taken = _few_wide_columns(problem) or _short_rows(problem)
-        return None if taken else "rows are aligned, and not short in many batches"
+        return None if _short_rows(problem) else "rows are aligned, and not short in many batches"
     if problem.dtype == "float32" and narrow.accepts(variant, problem) is None:
         return "kernels for narrow rows are faster"
     return _column_serial_is_faster(problem)
@@ -96,7 +94,7 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
     """Why a kernel that scans misaligned columns serially is faster, if one takes the problem: rows have to lie alike in all
     tensors for that."""
-    if ITEM_SIZE[problem.dtype] == 8 or not problem.congruent():
+    if not problem.congruent():
         return None
     if problem.channels <= _NARROW_ROW and problem.time > 1:
         return None
@@ -106,17 +104,10 @@ def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
     return f"{columns} columns of {problem.time} steps: kernels that scan them serially are faster"
 
 
-def _few_wide_columns(problem: LinearScanProblem) -> bool:
-    """Whether rows of elements of 8 bytes are scanned backward by few CTAs otherwise. No kernel cuts them."""
-    columns = problem.batch * ceil_div(problem.channels, _WIDE_COLUMN)
-    few = columns < _FEW_WIDE_COLUMNS and problem.time >= _LEAST_TIME
-    return few and ITEM_SIZE[problem.dtype] == 8 and problem.direction == "backward"
-
-
 def _short_rows(problem: LinearScanProblem) -> bool:
     """Whether many batches have rows of so few bytes, or so few rows, that a tile of other kernels is mostly empty."""
     item = ITEM_SIZE[problem.dtype]
-    if item == 8 or problem.batch < _MANY_BATCHES or problem.time == 1:
+    if problem.batch < _MANY_BATCHES or problem.time == 1:
         return False
     if problem.channels * item <= _SHORT_ROW:
         return item == 4 or problem.time < _SHORT_TIME

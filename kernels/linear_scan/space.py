@@ -37,13 +37,15 @@ MISALIGNED = "misaligned"
 NARROW = "narrow"
 #: Rows of contiguous channels at any address, read element by element.
 SCALAR = "scalar"
+#: Few contiguous channels at any address, each with one gate for all time steps.
+CONSTANT_GATE = "constant_gate"
 #: Misaligned rows of contiguous channels, in columns that several CTAs share.
 MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
 #: chosen.
 PLAIN = {
     "time_last": ("aligned", MISALIGNED),
-    "channel_last": (MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
+    "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
 }
 
 #: Static parameters beside dtypes and access.

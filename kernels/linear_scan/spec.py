@@ -5,7 +5,8 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu``, ``reduction.cu`` and ``gates
 
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
 16-byte boundaries, ``multi_cta`` such rows in few columns of 16-bit elements, ``narrow`` few contiguous channels of float32 at any
-address, ``scalar`` contiguous channels at any address, in tiles that look back; ``generic`` takes all.
+address, ``scalar`` contiguous channels at any address, in tiles that look back, ``constant_gate`` few such channels with one gate
+for all steps; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "MAY_RESET": _may_reset(variant),
         "MISALIGNED": int(streams.takes_misaligned(variant)),
         **({"NARROW": 1, "AREA": narrow.AREA} if access == space.NARROW else {}),
+        **({"CONSTANT_GATE": 1} if access == space.CONSTANT_GATE else {}),
         # The first row of each scan in a tile starts a new one.
         **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),
         **({"MISALIGNED": 1} if access == space.MULTI_CTA else {}),

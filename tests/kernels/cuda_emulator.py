@@ -45,6 +45,7 @@ _MAIN = """
 #include "cuda.hpp"
 #define __CUDA_ARCH__ {arch}
 const unsigned emulator::blocks_of_cluster = {cluster};
+const bool emulator::starts_in_order = {in_order};
 #include "{source}"
 extern "C" [[gnu::visibility("default")]]
 void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned shared,
@@ -183,7 +184,9 @@ def library_of(
     emulator = {path.name: path.read_text(encoding="utf-8") for path in sorted(EMULATOR.iterdir())}
     held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
     cluster = max(1, int(constants.get("CLUSTER", 1)))
-    main = _MAIN.format(source=source, entry=entry, cluster=cluster, arch=arch)
+    # CTAs that wait for those with lower numbers, as a GPU starts them first.
+    in_order = int(constants.get("CONSTANT_GATE", 0))
+    main = _MAIN.format(source=source, entry=entry, cluster=cluster, in_order=in_order, arch=arch)
     everything = json.dumps([emulator, held, main, {**constants}], sort_keys=True)
     library = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.so"
     if library.exists():

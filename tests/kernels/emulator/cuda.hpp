@@ -48,6 +48,7 @@ extern Index blockDim, gridDim;
 namespace emulator {
 
 extern const unsigned blocks_of_cluster;  // the kernel's
+extern const bool starts_in_order;         // whether a block starts after all with lower numbers
 constexpr unsigned MOST_OF_CLUSTER = 16;
 constexpr int WARP = 32;
 constexpr std::size_t VALUE = 32;

@@ -300,7 +300,7 @@ void launch(const Launch& launch) {
     std::vector<std::size_t> order(blocks);
     for (std::size_t i = 0; i < blocks; i++) order[i] = i;
     Random random{launch.seed};
-    for (std::size_t i = blocks / together; i > 1; i--) {
+    for (std::size_t i = blocks / together; i > 1 && !starts_in_order; i--) {
         const std::size_t drawn = random.below(i);
         if (drawn == i - 1) continue;
         std::swap_ranges(order.begin() + (i - 1) * together, order.begin() + i * together,

@@ -1,0 +1,114 @@
+"""Few contiguous channels, each of which has one gate for all time steps, in tiles that look back (``constant_gate_columns.cuh``): the
+tile, what takes it, and how it launches.
+
+Since a channel's steps all scale the state alike, tiles exchange the states that they end with, and no maps. So a tile costs
+little, and a CTA keeps it in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from scan_registry.kernels.linear_scan.problem import (
+    MOST_ALONG_Y,
+    Direction,
+    LinearScanProblem,
+    ceil_div,
+)
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
+
+#: By dtype and direction, the steps of a thread, and CTAs for each SM.
+_STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
+    ("float32", "forward"): (16, 4),
+    ("float32", "backward"): (24, 2),
+    ("complex64", "forward"): (8, 4),
+    ("complex64", "backward"): (12, 2),
+}
+#: Bytes of a tile's rows, at most, and of rows of which a thread's loads share no sectors.
+_WIDE, _NARROW = 128, 16
+#: Of aligned rows: scans beyond which kernels that pass over columns serially are faster, and elements of 4 bytes beyond which
+#: those are that cut columns into segments. Steps below which a tile is mostly empty.
+_MANY_SCANS, _ONE_WAVE, _LEAST_TIME = 1024, 1 << 22, 512
+#: Tiles of a group, groups of a group of level 2, and levels.
+_GROUP, _LEVELS = 32, 3
+#: Steps that it numbers, with those of a tile beyond.
+_MOST = 2**31 - 2**16
+#: Bytes before the published shifts, of each of them, and of all that a CTA zeroes sooner than the driver.
+_HEAD, _PIECE, _FEW_BYTES = 128, 16, 1 << 19
+_ZEROED = 1 << 7  # among the flags: whether the workspace is zeroed before the launch
+
+
+def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """The one that every wheel holds, if there is one."""
+    if (dtype, direction) in _STEPS_AND_BLOCKS:
+        steps, blocks = _STEPS_AND_BLOCKS[dtype, direction]
+        yield {"warps": 8, "steps": steps, "blocks": blocks}
+
+
+def sums(variant: Variant) -> bool:
+    return True
+
+
+def shared(direction: Direction, variant: Variant) -> int:
+    return 0
+
+
+def times(variant: Variant) -> int:
+    """Time steps of a tile whose rows are as wide as they may be."""
+    across = _WIDE // ITEM_SIZE[variant.text("dtype")]
+    return 32 * variant.number("warps") // across * variant.number("steps")
+
+
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why it does not solve a problem, or is not the fastest for it."""
+    if not problem.has_one_gate():
+        return "gates change with time"
+    if problem.direction == "backward" and not problem.sums:
+        return "it sums the gradient of gates"
+    return _exceeds(variant, problem) or _others_are_faster(problem)
+
+
+def _exceeds(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why a problem is too large."""
+    if problem.batch > MOST_ALONG_Y or problem.time > _MOST:
+        return f"more than {MOST_ALONG_Y} batches or {_MOST} steps"
+    if launch(variant, problem, 0).grid[2] > _GROUP**_LEVELS:
+        return f"more than {_GROUP**_LEVELS} tiles of a column"
+    return None
+
+
+def _others_are_faster(problem: LinearScanProblem) -> str | None:
+    item, scans = ITEM_SIZE[problem.dtype], problem.batch * problem.channels
+    if problem.channels * item < _NARROW or problem.time < _LEAST_TIME:
+        return "rows have few bytes, or are few"
+    if not problem.whole_chunks(problem.chunk()):
+        return None
+    if scans > _MANY_SCANS:
+        return f"{scans} scans: kernels that pass over columns serially are faster"
+    if item < 8 and scans * problem.time > _ONE_WAVE:
+        return "rows are aligned, and so many that segments are faster"
+    return None
+
+
+def cost(variant: Variant, problem: LinearScanProblem) -> float:
+    """It takes only what it is the fastest for."""
+    return -2.0
+
+
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
+    """A CTA for each tile, and for each column one that has none, of which the first zeroes the workspace."""
+    widest = _WIDE // ITEM_SIZE[problem.dtype]
+    columns = ceil_div(problem.channels, widest)
+    across = ceil_div(problem.channels, columns)
+    columns = ceil_div(problem.channels, across)
+    steps = 32 * variant.number("warps") // across * variant.number("steps")
+    groups = [ceil_div(problem.time, steps)]
+    for _ in range(_LEVELS - 1):
+        groups.append(ceil_div(groups[-1], _GROUP))
+    workspace = 0
+    if groups[0] > 1:
+        workspace = _HEAD + problem.batch * columns * across * sum(groups) * _PIECE
+    zeroed = not 0 < workspace <= _FEW_BYTES
+    grid = columns, problem.batch, groups[0] + (not zeroed)
+    return Launch(grid, problem.scalars(across + _ZEROED * zeroed), workspace, zeroed)
