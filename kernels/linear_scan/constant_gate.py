@@ -20,16 +20,16 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: By dtype and direction, the steps of a thread, and CTAs for each SM.
 _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
-    ("float32", "forward"): (16, 4),
-    ("float32", "backward"): (24, 2),
-    ("complex64", "forward"): (8, 4),
-    ("complex64", "backward"): (12, 2),
+    ("float32", "forward"): (24, 3),
+    ("float32", "backward"): (32, 2),
+    ("complex64", "forward"): (12, 3),
+    ("complex64", "backward"): (16, 2),
 }
 #: Bytes of a tile's rows, at most, and of rows of which a thread's loads share no sectors.
 _WIDE, _NARROW = 128, 16
 #: Of aligned rows: scans beyond which kernels that pass over columns serially are faster, and elements of 4 bytes beyond which
-#: those are that cut columns into segments. Steps below which a tile is mostly empty.
-_MANY_SCANS, _ONE_WAVE, _LEAST_TIME = 1024, 1 << 22, 512
+#: those are that cut columns into segments, but backward of few scans. Steps below which a tile is mostly empty.
+_MANY_SCANS, _ONE_WAVE, _FEW_SCANS, _LEAST_TIME = 1024, 1 << 22, 16, 512
 #: Tiles of a group, groups of a group of level 2, and levels.
 _GROUP, _LEVELS = 32, 3
 #: Steps that it numbers, with those of a tile beyond.
@@ -86,7 +86,8 @@ def _others_are_faster(problem: LinearScanProblem) -> str | None:
         return None
     if scans > _MANY_SCANS:
         return f"{scans} scans: kernels that pass over columns serially are faster"
-    if item < 8 and scans * problem.time > _ONE_WAVE:
+    few = problem.direction == "backward" and scans <= _FEW_SCANS
+    if item < 8 and scans * problem.time > _ONE_WAVE and not few:
         return "rows are aligned, and so many that segments are faster"
     return None
 

@@ -107,7 +107,8 @@ def test_what_takes_few_channels(problem: LinearScanProblem, is_taken: bool) -> 
 
 
 def test_backward_takes_what_it_sums() -> None:
-    problem = posed("64,2048,17:float32", "backward", gate_stride=0)
     kernel, variant = the_kernel("backward")
-    assert kernel.rules.accepts(variant, problem) is not None
-    assert kernel.rules.accepts(variant, replace(problem, sums=True)) is None
+    for case in ("64,2048,17:float32", "1,1048576,8:float32"):
+        problem = posed(case, "backward", gate_stride=0)
+        assert kernel.rules.accepts(variant, problem) is not None
+        assert kernel.rules.accepts(variant, replace(problem, sums=True)) is None

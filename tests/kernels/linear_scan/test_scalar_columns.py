@@ -51,7 +51,7 @@ def scattered(case: cases.Case, offset: int | None = None) -> tuple[LinearScanPr
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "dtype"),
-    product(DIRECTIONS, ["float32", "bfloat16", "float16"]),
+    [*product(DIRECTIONS, ["float32", "bfloat16", "float16"])],
 )
 def test_rows_at_any_address(
     direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
