@@ -36,7 +36,7 @@ PARAMETERS = (
 DTYPES = ("float32", "float64", "complex64")
 _NARROWED = {"bfloat16": 1, "float16": 2}
 #: Sums of a total, from which it has parts, and sums of a part.
-_MANY, _OF_PART = 1 << 15, 1 << 13
+_MANY, _OF_PART = 1 << 16, 1 << 13
 _MOST = 2**31 - 1
 
 
