@@ -50,6 +50,9 @@ _MANY = 64
 #: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which rows
 #: are cut; and a cost beyond all others.
 _LEAST_ROW, _LEAST_MEAN, _PREFERRED = 4096, 64, 1e6
+#: Of whole rows in which the gradient of gates is summed, for which no table has times: the steps that take as long as a turn does
+#: beside its steps, and steps of a row from which that counts.
+_TURN, _SEVERAL_TURNS = 128, 1024
 
 
 def is_streamed(variant: Variant) -> bool:
@@ -187,7 +190,8 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     if problem.sequences:
         return -_PREFERRED if cuts_packed(problem) else _PREFERRED
     padded = ceil_div(problem.time, times(variant)) * times(variant) / max(1, problem.time)
-    return 1000 * padded - scans(variant)
+    turn = _TURN / times(variant) if problem.sums and problem.time >= _SEVERAL_TURNS else 0
+    return 1000 * padded * (1 + turn) - scans(variant)
 
 
 def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
