@@ -3,6 +3,7 @@
 //
 // What is not wanted stays as it was. All but those of the state read what no thread writes.
 #pragma once
+#include "../common/copy.cuh"
 #include "../common/types.cuh"
 
 // One element: 4 bytes if wide, else 2.
@@ -87,8 +88,55 @@ __device__ inline void store_element(void* to, unsigned bits, bool wide, bool wa
         : "memory");
 }
 
-// Bring a line to the L2 cache; a hint.
-__device__ inline void prefetch_state(const void* from, bool wanted) {
-    asm volatile("{ .reg .pred wanted; setp.ne.b32 wanted, %1, 0;\n\t"
-                 "@wanted prefetch.global.L2 [%0]; }" ::"l"(from), "r"(int(wanted)));
+// Shared memory by an address in a register. From a pointer, the compiler would compute the address anew for each access, in five
+// instructions.
+using SharedAddress = unsigned;
+
+__device__ inline SharedAddress shared_address(const void* data) {
+    unsigned address = unsigned(__cvta_generic_to_shared(data));
+    asm volatile("" : "+r"(address));
+    return address;
+}
+__device__ inline void load_shared(float (&to)[2], SharedAddress from) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(from) : "memory");
+}
+__device__ inline void load_shared(float (&to)[4], SharedAddress from) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3]) : "r"(from) : "memory");
+}
+__device__ inline void load_shared(float (&to)[1], SharedAddress from) {
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(to[0]) : "r"(from) : "memory");
+}
+__device__ inline void store_shared(SharedAddress to, const float (&from)[1]) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(from[0]) : "memory");
+}
+__device__ inline void store_shared(SharedAddress to, const float (&from)[2]) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(from[0]), "f"(from[1]) : "memory");
+}
+__device__ inline void store_shared(SharedAddress to, const float (&from)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(from[0]), "f"(from[1]), "f"(from[2]), "f"(from[3])
+                 : "memory");
+}
+
+// Copy 16 bytes while the thread does other work.
+__device__ inline void copy_to_shared(SharedAddress to, const void* from, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to), "l"(from), "r"(int(wanted))
+        : "memory");
+}
+// The same of 16 or 8 bytes that other warps read, too, through the L1 cache.
+template <int BYTES>
+__device__ void copy_often_read(SharedAddress to, const void* from, bool wanted) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %2, 0;\n\t"
+        "@wanted cp.async.ca.shared.global [%0], [%1], %3; }" ::"r"(to), "l"(from), "r"(int(wanted)), "n"(BYTES)
+        : "memory");
+}
+__device__ inline void load_shared(unsigned (&to)[2], SharedAddress from) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+__device__ inline void load_shared(unsigned (&to)[4], SharedAddress from) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }

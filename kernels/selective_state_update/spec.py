@@ -34,6 +34,8 @@ _STRIDES = STRIDES[: STRIDES.index("indices_batch") + 1]
 #: Batches of a thread: at most, if all CTAs run at once then; and where that would take more, since the last of a few waves of long
 #: CTAs may be nearly empty.
 _MOST_STEPS, _SOME_STEPS = 32, 8
+#: States of a row whose B and C the kernel of several tokens widens into shared memory.
+_MOST_WIDENED = 64
 _MOST_ACROSS = 65_535  # CTAs of a grid in its second and third dimension
 
 
@@ -74,6 +76,8 @@ def _accepts_tokens(variant: model.Variant, problem: StepProblem) -> str | None:
     if reason := _accepts(variant, problem):
         return reason
     most = 32 * _vector(variant) * variant.number("chunks")
+    if variant.text("access") == "aligned":
+        most = _MOST_WIDENED
     if problem.states > most:
         return f"{problem.states} states; a warp has {most} of a row"
     return None
@@ -130,7 +134,7 @@ def _tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
     """Rows of a lane, and CTAs that an SM is to have room for: as many as there are registers for."""
     pins = dict(kind)
     tied, narrow = pins["access"] == "tied", model.ITEM_SIZE[str(pins["dtype"])] == 2
-    rows, ctas = (4, 4 if narrow else 5) if tied else (2, 5 if narrow else 6)
+    rows, ctas = (4, 4 if narrow else 5) if tied else (2, 5) if narrow else (4, 4)
     return ((("rows", rows), ("warps", _WARPS), ("ctas", ctas)),)
 
 
@@ -147,12 +151,12 @@ def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
     if pins["access"] == "generic":
         return ((("rows", 1), ("chunks", 8), ("warps", _WARPS), ("ctas", 3)),)
     narrow, tied = model.ITEM_SIZE[str(pins["dtype"])] == 2, pins["access"] == "tied"
-    rows, ctas = 2 if narrow and not tied else 4, 5 if tied and not narrow else 4
+    rows, ctas = 2 if narrow and not tied else 4, 4
     return ((("rows", rows), ("chunks", 1), ("warps", _WARPS), ("ctas", ctas)),)
 
 
 def _may_spill() -> frozenset[model.Variant]:
-    """On sm_100 and sm_120 up to 40 bytes a thread."""
+    """On sm_80 to sm_89 up to 40 bytes a thread."""
     return frozenset(
         model.Variant(FAMILY_NAME, "tokens", "cuda", (*kind, *tile))
         for kind in _kinds_of_tokens()

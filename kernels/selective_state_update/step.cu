@@ -18,7 +18,7 @@
 
 static_assert(ALIGNED, "other problems are for the kernel of several tokens");
 
-struct Shared {
+struct alignas(16) Shared {
     Once once[32];  // [row of the warp]
     float sums[32];
 };
@@ -67,16 +67,16 @@ struct StateUpdate : Rows {
             }
             if (round.n == first) {
                 const Once own_once = once_of(in, output);
-                if (lane_of_warp < rows_of_warp) shared.once[its_row] = own_once;
+                if (lane_of_warp < rows_of_warp) shared.once[its_place] = own_once;
                 __syncwarp();
             }
             if (is_last) load_inputs(in, next.batch, next.active);
             update(round, next, sums);
             if (several) load_decays(next.n);
             if (is_last) {
-                share_sums(sums, sums_of_unit);
+                share_sums(sums, shared_address(sums_of_unit));
                 __syncwarp();
-                store_output(round.batch, shared.sums[its_row], output, round.active, lane_of_warp < rows_of_warp);
+                store_output(round.batch, shared.sums[its_place], output, round.active, lane_of_warp < rows_of_warp);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) sums[r] = 0;
             }
@@ -100,7 +100,7 @@ struct StateUpdate : Rows {
         load_projections(chunks.B, chunks.C, round.batch, round.n, round.active);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
-            load_states(chunks.state[r], round.states + r * args.state_channel, r < rows_of(round));
+            load_states(chunks.state[r], round.states + r * state_row, r < rows_of(round));
     }
     __device__ void load_decays(int n) {
         if constexpr (!TIED)
@@ -124,9 +124,9 @@ struct StateUpdate : Rows {
                 now[i] = gate * chunks.state[r].get(i) + scaled * B[i];
                 sum += C[i] * now[i];
             }
-            store_states(round.states + r * args.state_channel, now, r < rows);
+            store_states(round.states + r * state_row, now, r < rows);
             sums[r] += round.n < count ? sum : 0.f;
-            load_states(chunks.state[r], next.states + r * args.state_channel, r < next_rows);
+            load_states(chunks.state[r], next.states + r * state_row, r < next_rows);
         }
         load_projections(chunks.B, chunks.C, next.batch, next.n, next.active);
     }

@@ -14,7 +14,7 @@ using Element = ELEMENT;
 using Storage = Element::Storage;
 using Input = INPUTS;
 
-enum : int { THREADS = 32 * WARPS, VECTOR = ALIGNED ? 16 / int(sizeof(Storage)) : 1 };
+enum : int { THREADS = 32 * WARPS, VECTOR = ALIGNED ? 16 / int(sizeof(Storage)) : 1, FLOAT = sizeof(float) };
 // The type of offsets in tensors but the state: tensors of an ALIGNED kernel have fewer than 2^31 elements.
 template <bool SMALL>
 struct OffsetOf {

@@ -7,52 +7,72 @@
 // the one that `dst_indices` names; if EVERY_TOKEN, the states after token t are written to the slot that column t of
 // `dst_indices` names, or of `indices` without it.
 //
-// Traffic of a state: its bytes once to be read, and once for each slot that it is written to. All else is small, and comes from
-// the caches. What counts is instructions: a few tokens of a sequence take several times those of one, for the same bytes.
+// Traffic of a state: its bytes once to be read, and once for each slot that it is written to. All else is small. What counts is
+// instructions: a few tokens of a sequence take several times those of one, for the same bytes.
 //
 // A lane has the same CHUNKS chunks of each row of its unit (rows.cuh):
 //
 //     row 0 to ROWS - 1   lane 0 | lane 1 | … | lane 0 | lane 1 | …
 //                             chunk 0             chunk 1
 //
-// A warp stays with its rows for `steps` sequences, one after the other. It takes TOKENS tokens at a time, or one if the states after
-// each token are written: it loads all that they read, computes what a row needs once for each of its rows and tokens, steps
-// through the tokens, adds up the sums of all rows and tokens at once, and writes the outputs. Meanwhile the next sequence's states
-// come to the L2 cache.
+// A warp stays with its rows for `steps` sequences, one after the other, of which each lane finds out where one begins, ends and
+// is written. It takes a group of TOKENS tokens at a time, or of one if the states after each token are written: it computes what a row
+// needs once, steps through the tokens, adds up the sums of all rows and tokens at once, and writes the outputs. Meanwhile it loads
+// what the next group reads: x, dt and z into registers, the rest to shared memory.
 #include "rows.cuh"
 
 enum : int {
     TOKENS = ALIGNED ? 4 : 1,
     SUMS = TOKENS * ROWS,
+    BATCHES = 31,     // of which lanes have the bounds; the last lane has no sequence, and so stands for the end
     PASSES = TOKENS,  // of a warp over its rows and tokens, at most
+    // Where a row has few lanes, B and C are widened once for all units of the warp. A row has up to 64 states then.
+    WIDENED = ALIGNED && !TIED,
+    PARTS = VECTOR / 4,                   // of a chunk of floats in shared memory
+    CHUNK = Chunk<Input, VECTOR>::WORDS,  // words of B or C
+    LANES = WIDENED ? 64 / VECTOR : 32,   // that have chunks of B and C
 };
-
-struct Shared {
-    Once once[TOKENS][32];  // [token][row of the warp]
-    float sums[32 * TOKENS];
+// The words that a warp shares, and where they start.
+enum : int {
+    ONCE = 0,                   // [token][row of the warp]: an Once
+    REST = ONCE + PASSES * 64,  // [token][row of the warp]: an Output
+    SUM = REST + PASSES * 64,   // [token][row of the warp]
+    RAW = SUM + PASSES * 32,    // [token][B or C][lane]: chunks as they lie in memory
+    WIDE = RAW + (ALIGNED ? TOKENS * 2 * LANES * CHUNK : 0),      // [token][B or C][part of a chunk][lane]: floats
+    STATES = WIDE + (WIDENED ? TOKENS * 2 * LANES * VECTOR : 0),  // [row][lane]: chunks as they lie in memory
+    WORDS = STATES + (ALIGNED ? ROWS * 32 * 4 : 0),
 };
-// Chunks of a lane's B and C for all tokens.
-struct Projections {
-    Chunk<Input, VECTOR> B[TOKENS][CHUNKS], C[TOKENS][CHUNKS];
+struct alignas(16) Shared {
+    unsigned words[WORDS];
 };
-// One batch: the slot that it starts from, -1 for none, and its tokens.
+// One batch: the slot that it starts from, its tokens, and the slot for its last states. A slot of -1 is none, as is that of a batch
+// without tokens.
 struct Sequence {
-    int slot, begin, end;
+    int slot, begin, end, to;
 };
+// Tokens of a sequence from one on, and which of the lanes' sequences it is.
+struct Group {
+    Sequence sequence;
+    int number, token;
+    bool is_first;
+};
+// A lane's states of one sequence.
+using States = float[ROWS][CHUNKS][VECTOR];
 
 struct TokensUpdate : Rows {
-    Shared& shared;
+    const SharedAddress shared;
 
     // The first token for which the lane computes what its one row needs, and how many tokens are between those that it has.
-    const int its_token = lane_of_warp / unsigned(rows_of_warp), tokens_of_pass = 32 / unsigned(rows_of_warp);
+    const int its_token = lane_of_warp / ROWS >> (5 - args.lane_bits), tokens_of_pass = lanes / ROWS;
+    const int its_slot = lane_of_warp - its_row + its_place;  // in shared memory
+    const bool every = args.flags & EVERY_TOKEN;
+    const int at_once = every ? 1 : int(TOKENS);  // tokens of a group
 
-    float states[ROWS][CHUNKS][VECTOR];  // after a load, the words that hold them, as they lie in memory
     Chunk<float32, VECTOR> decay[TIED ? 1 : ROWS][TIED ? 1 : CHUNKS] = {};
 
-    __device__ TokensUpdate(const Arguments& args, Shared& shared) : Rows(args), shared(shared) {}
+    __device__ TokensUpdate(const Arguments& args, Shared& shared) : Rows(args), shared(shared_address(&shared)) {}
 
     __device__ void run() {
-        const int at_once = args.flags & EVERY_TOKEN ? 1 : int(TOKENS);
         const int begin = int(blockIdx.z * args.steps);
         const int end = begin + int(args.steps) < int(args.batches) ? begin + int(args.steps) : int(args.batches);
         if constexpr (!TIED)
@@ -60,42 +80,54 @@ struct TokensUpdate : Rows {
             for (int r = 0; r < ROWS; r++)
 #pragma unroll
                 for (int k = 0; k < CHUNKS; k++) load_decay(decay[r][k], r, first + k * stride);
-        Sequence next = load_sequence(begin);
 #pragma unroll 1
-        for (int batch = begin; batch < end; batch++) {
-            const Sequence sequence = next;
-            if (batch + 1 < end) next = load_sequence(batch + 1);
+        for (int first_batch = begin; first_batch < end; first_batch += BATCHES)
+            run_batches(first_batch, first_batch + BATCHES < end ? first_batch + BATCHES : end);
+    }
+    __device__ void run_batches(int begin, int end) {
+        const Sequence of_lane = load_sequence(begin + lane_of_warp, end);
+        Group group = first_group(of_lane, 0);
+        Inputs in[PASSES];
+        load_inputs_of(in, group);
+        copy_states(group);
+        copy_projections(group);
+        States states;
 #pragma unroll 1
-            for (int token = sequence.begin; token < sequence.end; token += at_once) {
-                const int tokens = sequence.end - token < at_once ? sequence.end - token : at_once;
-                const bool is_first = token == sequence.begin;
-                if (is_first) load_states(sequence);
-                const int dst_slot = destination(sequence, batch, token + tokens - 1);
-                const Projections chunks = load_tokens(sequence, token, tokens);
-                Output outputs[PASSES];
-                share_once(sequence, token, tokens, outputs);
-                if (is_first && batch + 1 < end) prefetch_states(next);
-                if (is_first) widen_states();
-                __syncwarp();
-                float sums[SUMS] = {};
+        while (begin + group.number < end) {
+            const Sequence& sequence = group.sequence;
+            const int token = group.token, rest = sequence.end - token, tokens = rest < at_once ? rest : at_once;
+            const Group next = rest > at_once ? Group{sequence, group.number, token + at_once, false}
+                                              : first_group(of_lane, group.number + 1);
+            share_once(in, tokens);
+            load_inputs_of(in, next);
+            if constexpr (ALIGNED) wait_for_copies<0>();
+            if (group.is_first) load_states(states, sequence.slot);
+            if constexpr (WIDENED) widen_projections(tokens);
+            __syncwarp();
+            if (next.number != group.number) copy_states(next);
+            if constexpr (WIDENED) copy_projections(next);
+            float sums[SUMS] = {};
 #pragma unroll
-                for (int t = 0; t < TOKENS; t++)
-                    if (t < tokens) update(chunks, t, sums);
-                if (dst_slot >= 0) write_all(dst_slot);
-                share_sums(sums, shared.sums + unit_of_warp * SUMS);
-                __syncwarp();
-#pragma unroll
-                for (int i = 0; i < PASSES; i++) {
-                    const int t = its_token + i * tokens_of_pass;
-                    if (i * tokens_of_pass >= tokens) break;
-                    const float sum = shared.sums[its_row / ROWS * SUMS + (t < TOKENS ? t : 0) * ROWS + its_row % ROWS];
-                    store_output(token + t, sum, outputs[i], sequence.slot >= 0, t < tokens);
-                }
-            }
+            for (int t = 0; t < TOKENS; t++)
+                if (t < tokens) update(states, group, t, sums);
+            if constexpr (!WIDENED) copy_projections(next);
+            const int dst_slot = every ? slot_after(begin + group.number, token - sequence.begin, sequence.slot)
+                                 : rest <= at_once ? sequence.to : -1;
+            if (dst_slot >= 0) write_all(states, dst_slot);
+            share_sums(sums, shared + (SUM + unit_of_warp * ROWS) * FLOAT, rows_of_warp * FLOAT);
+            __syncwarp();
+            store_outputs(group, tokens);
+            group = next;
         }
     }
 
-    __device__ Sequence load_sequence(int batch) const {
+    __device__ static Group first_group(const Sequence& of_lane, int number) {
+        const Sequence sequence{__shfl_sync(0xffffffffu, of_lane.slot, number), __shfl_sync(0xffffffffu, of_lane.begin, number),
+                                __shfl_sync(0xffffffffu, of_lane.end, number), __shfl_sync(0xffffffffu, of_lane.to, number)};
+        return {sequence, number, sequence.begin, true};
+    }
+    __device__ Sequence load_sequence(int batch, int end_of_batches) const {
+        if (batch >= end_of_batches) return {-1, 0, 0, -1};
         i64 slot = batch, begin = batch, end = batch + 1;
         if (args.indices.data) {
             i64 column = 0;
@@ -112,92 +144,159 @@ struct TokensUpdate : Rows {
             begin = begin < 0 ? 0 : begin < args.tokens ? begin : args.tokens;
             end = end < args.tokens ? end : args.tokens;
         }
-        return {is_slot(slot, args.state.slots, args.pad_slot) ? int(slot) : -1, int(begin), int(end)};
+        const int valid = begin < end && is_slot(slot, args.state.slots, args.pad_slot) ? int(slot) : -1;
+        const int to = args.dst_indices.data ? slot_after(batch, 0, valid) : valid < args.dst_state.slots ? valid : -1;
+        return {valid, int(begin), int(end), to};
     }
-    // The slot of the states after a token; -1: they are not written.
-    __device__ int destination(const Sequence& sequence, int batch, int token) const {
-        const bool every = args.flags & EVERY_TOKEN;
-        const int column = every ? token - sequence.begin : 0;
-        if (sequence.slot < 0 || !(every ? column < args.columns : token + 1 == sequence.end)) return -1;
-        if (!every && !args.dst_indices.data) return sequence.slot < args.dst_state.slots ? sequence.slot : -1;
+    // The slot that a column names for the states of a batch that starts from a slot; -1: they are not written.
+    __device__ int slot_after(int batch, int column, int slot) const {
+        if (slot < 0 || column >= args.columns) return -1;
         const SlotTensor& indices = args.dst_indices.data ? args.dst_indices : args.indices;
         const i64 to = load_index(indices.data, batch * indices.batch + column * indices.token,
                                   args.flags & (args.dst_indices.data ? WIDE_DST_INDICES : WIDE_INDICES));
         return is_slot(to, args.dst_state.slots, args.pad_slot) ? int(to) : -1;
     }
 
-    __device__ const Storage* states_of(const Sequence& sequence) const {
-        return args.state.data + state_of_unit + (sequence.slot < 0 ? 0 : sequence.slot) * args.state.slot;
-    }
-    __device__ int rows_of(const Sequence& sequence, int n) const { return sequence.slot >= 0 && n < count ? unit_rows : 0; }
+    __device__ int rows_of(int slot, int n) const { return slot >= 0 && n < count ? unit_rows : 0; }
+    // Where chunk k of row r lies, from the lane's first chunk on.
+    __device__ i64 place_of(int r, int k) const { return r * state_row + offset(k * stride, args.state_state); }
 
-    __device__ void prefetch_states(const Sequence& sequence) const {
-        if constexpr (ALIGNED)
+    __device__ Storage* states_of(const StateTensor& tensor, int slot) const {
+        return tensor.data + unsigned(slot) * tensor.slot + state_of_unit + offset(first, args.state_state);
+    }
+
+    __device__ SharedAddress place_of_states(int r) const { return shared + (STATES + (r * 32 + lane_of_warp) * 4) * FLOAT; }
+    // Starts to copy the states from which a group's sequence starts.
+    __device__ void copy_states(const Group& group) const {
+        if constexpr (ALIGNED) {
+            const int slot = group.sequence.slot;
+            const Storage* const at = states_of(args.state, slot);
 #pragma unroll
             for (int r = 0; r < ROWS; r++)
-                prefetch_state(states_of(sequence) + r * args.state_channel + first, r < rows_of(sequence, first));
+                copy_to_shared(place_of_states(r), at + place_of(r, 0), r < rows_of(slot, first));
+            commit_copies();
+        }
     }
-    __device__ void load_states(const Sequence& sequence) {
-        const Storage* const from = states_of(sequence);
+    __device__ void load_states(States& states, int slot) const {
+        const Storage* const at = states_of(args.state, slot);
 #pragma unroll
         for (int r = 0; r < ROWS; r++)
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++) {
-                const int n = first + k * stride;
                 Chunk<Element, VECTOR> chunk = {};
-                ::load_states(chunk, from + r * args.state_channel + offset(n, args.state_state), r < rows_of(sequence, n));
-#pragma unroll
-                for (int w = 0; w < chunk.WORDS; w++) states[r][k][w] = __uint_as_float(chunk.word[w]);
-            }
-    }
-    __device__ void widen_states() {
-#pragma unroll
-        for (int r = 0; r < ROWS; r++)
-#pragma unroll
-            for (int k = 0; k < CHUNKS; k++) {
-                Chunk<Element, VECTOR> chunk;
-#pragma unroll
-                for (int w = 0; w < chunk.WORDS; w++) chunk.word[w] = __float_as_uint(states[r][k][w]);
+                if constexpr (ALIGNED) load_shared(reinterpret_cast<unsigned(&)[4]>(chunk.word), place_of_states(r));
+                else if (r < rows_of(slot, first + k * stride)) chunk.put(0, at[place_of(r, k)]);
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) states[r][k][i] = chunk.get(i);
             }
     }
-    __device__ Projections load_tokens(const Sequence& sequence, int token, int tokens) const {
-        Projections chunks = {};
-#pragma unroll
-        for (int t = 0; t < TOKENS; t++)
-#pragma unroll
-            for (int k = 0; k < CHUNKS; k++)
-                load_projections(chunks.B[t][k], chunks.C[t][k], token + t, first + k * stride, sequence.slot >= 0 && t < tokens);
-        return chunks;
-    }
-    __device__ void share_once(const Sequence& sequence, int token, int tokens, Output (&outputs)[PASSES]) const {
-        Inputs in[PASSES];
+    // x, dt and z of a group's tokens.
+    __device__ void load_inputs_of(Inputs (&in)[PASSES], const Group& group) const {
+        const int last = group.sequence.end - 1;
 #pragma unroll
         for (int i = 0; i < PASSES; i++) {
-            const int t = its_token + i * tokens_of_pass;
-            if (i * tokens_of_pass >= tokens) break;
-            load_inputs(in[i], token + t, sequence.slot >= 0 && t < tokens);
-        }
-#pragma unroll
-        for (int i = 0; i < PASSES; i++) {
-            const int t = its_token + i * tokens_of_pass;
-            if (i * tokens_of_pass >= tokens) break;
-            const Once once = once_of(in[i], outputs[i]);
-            if (t < TOKENS) shared.once[t][its_row] = once;
+            const int t = group.token + i * tokens_of_pass;
+            if (t > last || i > 0 && t >= group.token + at_once) break;
+            load_inputs(in[i], t + its_token < last ? t + its_token : last, group.sequence.slot >= 0);
         }
     }
-    __device__ void update(const Projections& chunks, int t, float (&sums)[SUMS]) {
-        const Once* const once = shared.once[t] + unit_of_warp * ROWS;
-        float B[CHUNKS][VECTOR], C[CHUNKS][VECTOR];
+    // What rows need of some tokens once, to shared memory.
+    __device__ void share_once(const Inputs (&in)[PASSES], int tokens) const {
 #pragma unroll
-        for (int k = 0; k < CHUNKS; k++)
+        for (int i = 0; i < PASSES; i++) {
+            if (i * tokens_of_pass >= tokens) break;
+            Output output;
+            const Once its_once = once_of(in[i], output);
+            store_shared(shared + (ONCE + (32 * i + its_slot) * 2) * FLOAT, {its_once.gate, its_once.scaled});
+            store_shared(shared + (REST + (32 * i + lane_of_warp) * 2) * FLOAT, {output.skipped, output.silu});
+        }
+    }
+    __device__ SharedAddress place_of_chunk(int chunk) const { return shared + (RAW + chunk * CHUNK) * FLOAT; }
+    __device__ SharedAddress place_of_part(int which, int part, int chunk) const {
+        return shared + (WIDE + ((which * PARTS + part << args.lane_bits) + chunk) * 4) * FLOAT;
+    }
+    // Starts to copy B and C of a group's tokens: one chunk after the other to all lanes, or each lane's own chunks to itself.
+    __device__ void copy_projections(const Group& group) const {
+        if constexpr (ALIGNED) {
+            const Sequence& sequence = group.sequence;
+            const auto B = static_cast<const Input::Storage*>(args.B.data), C = static_cast<const Input::Storage*>(args.C.data);
+            const int rest = sequence.end - group.token, tokens = sequence.slot < 0 ? 0 : rest < at_once ? rest : at_once;
+            if constexpr (WIDENED) {
+#pragma unroll 1
+                for (int piece = lane_of_warp; piece < tokens * 2 << args.lane_bits; piece += 32) {
+                    const int n = (piece & (lanes - 1)) * VECTOR, which = piece >> args.lane_bits, token = group.token + which / 2;
+                    const Offset of_B = token * Offset(args.B.batch) + B_unit + n, of_C = token * Offset(args.C.batch) + C_unit + n;
+                    copy_often_read<CHUNK * FLOAT>(place_of_chunk(piece), which % 2 ? C + of_C : B + of_B, n < count);
+                }
+            } else {
+                const Offset of_B = group.token * Offset(args.B.batch) + B_unit + first;
+                const Offset of_C = group.token * Offset(args.C.batch) + C_unit + first;
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++)
-                B[k][i] = number(chunks.B[t][k], i, format(B_)), C[k][i] = number(chunks.C[t][k], i, format(C_));
+                for (int t = 0; t < TOKENS; t++) {
+                    const bool wanted = t < tokens && first < count;
+                    copy_often_read<CHUNK * FLOAT>(place_of_chunk(2 * t * 32 + lane_of_warp), B + of_B + t * Offset(args.B.batch), wanted);
+                    copy_often_read<CHUNK * FLOAT>(place_of_chunk((2 * t + 1) * 32 + lane_of_warp), C + of_C + t * Offset(args.C.batch), wanted);
+                }
+            }
+            commit_copies();
+        }
+    }
+    __device__ void widen_projections(int tokens) const {
+#pragma unroll 1
+        for (int piece = lane_of_warp; piece < tokens * 2 << args.lane_bits; piece += 32) {
+            Chunk<Input, VECTOR> chunk;
+            load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word), place_of_chunk(piece));
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) {
+                float x[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) x[i] = chunk.get(4 * p + i);
+                store_shared(place_of_part(piece >> args.lane_bits, p, piece & (lanes - 1)), x);
+            }
+        }
+    }
+    // B or C of a token, as floats.
+    __device__ void load_projection(float (&x)[CHUNKS][VECTOR], const Group& group, int t, bool is_C) const {
+        if constexpr (WIDENED) {
+#pragma unroll
+            for (int p = 0; p < PARTS; p++)
+                load_shared(reinterpret_cast<float(&)[4]>(x[0][4 * p]), place_of_part(2 * t + is_C, p, lane));
+        } else {
+            const ProjectionTensor& tensor = is_C ? args.C : args.B;
+            const Tensor which = is_C ? C_ : B_;
+#pragma unroll
+            for (int k = 0; k < CHUNKS; k++) {
+                Chunk<Input, VECTOR> chunk = {};
+                if constexpr (ALIGNED)
+                    load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word),
+                                place_of_chunk((2 * t + is_C) * 32 + lane_of_warp));
+                else
+                    load_chunk(chunk, tensor.data,
+                               group.token * Offset(tensor.batch) + (is_C ? C_unit : B_unit) + offset(first + k * stride, tensor.state),
+                               format(which), group.sequence.slot >= 0 && first + k * stride < count);
+#pragma unroll
+                for (int i = 0; i < VECTOR; i++) x[k][i] = number(chunk, i, format(which));
+            }
+        }
+    }
+    __device__ void store_outputs(const Group& group, int tokens) const {
+#pragma unroll
+        for (int i = 0; i < PASSES; i++) {
+            if (i * tokens_of_pass >= tokens) break;
+            const int t = its_token + i * tokens_of_pass;
+            float sum[1], rest[2];
+            load_shared(sum, shared + (SUM + 32 * i + its_slot) * FLOAT);
+            load_shared(rest, shared + (REST + (32 * i + lane_of_warp) * 2) * FLOAT);
+            store_output(group.token + t, sum[0], {rest[0], rest[1]}, group.sequence.slot >= 0, t < tokens);
+        }
+    }
+    __device__ void update(States& states, const Group& group, int t, float (&sums)[SUMS]) const {
+        float B[CHUNKS][VECTOR], C[CHUNKS][VECTOR], of_rows[ROWS][2];
+        load_projection(B, group, t, false), load_projection(C, group, t, true);
+        load_once(of_rows, shared + (ONCE + (t * rows_of_warp + unit_of_warp * ROWS) * 2) * FLOAT);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const float factor = once[r].gate, scaled = once[r].scaled;
+            const float factor = of_rows[r][0], scaled = of_rows[r][1];
             float sum = 0;
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++)
@@ -209,16 +308,16 @@ struct TokensUpdate : Rows {
                     state = gate * state + scaled * B[k][i];
                     sum += C[k][i] * state;
                 }
-            sums[t * ROWS + r] = sum;
+            sums[t * ROWS + r] = !ALIGNED || first < count ? sum : 0.f;
         }
     }
-    __device__ void write_all(int dst_slot) const {
+    __device__ void write_all(const States& states, int dst_slot) const {
         Storage* const pool = args.dst_state.data ? args.dst_state.data : args.state.data;
-        Storage* const to = pool + dst_slot * args.dst_state.slot + state_of_unit;
+        Storage* const at = states_of({pool, 0, args.dst_state.slot}, dst_slot);
         const bool at_random = sizeof(Storage) == 2 && args.seed;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
-            const unsigned row = first_of_section + first_of_warp + own + r;
+            const unsigned row = first_of_section + first_of_warp + own + r * distance;
             const unsigned key = at_random ? random_key(*args.seed, dst_slot, row) : 0;
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++) {
@@ -227,7 +326,7 @@ struct TokensUpdate : Rows {
 #pragma unroll
                 for (int i = 0; i < VECTOR; i++) now[i] = states[r][k][i];
                 if (at_random) round_at_random(now, key, n);
-                store_states(to + r * args.state_channel + offset(n, args.state_state), now, n < count && r < unit_rows);
+                store_states(at + place_of(r, k), now, n < count && r < unit_rows);
             }
         }
     }

@@ -1,6 +1,7 @@
 // What kernels/selective_state_update/loads.cuh says in PTX, for the emulator.
 #pragma once
 #include "../common/types.cuh"
+#include "copy.cuh"
 #include "cuda.hpp"
 
 template <class Words>
@@ -37,4 +38,22 @@ inline void store_element(void* to, unsigned bits, bool wide, bool wanted) {
     if (wide) *static_cast<unsigned*>(to) = bits;
     else *static_cast<unsigned short*>(to) = (unsigned short)bits;
 }
-inline void prefetch_state(const void*, bool) {}
+using SharedAddress = std::uintptr_t;
+inline SharedAddress shared_address(const void* data) { return SharedAddress(data); }
+inline void copy_to_shared(SharedAddress to, const void* from, bool wanted) {
+    if (wanted) emulator::copy_async(reinterpret_cast<void*>(to), from, 16, 16);
+}
+template <int BYTES>
+void copy_often_read(SharedAddress to, const void* from, bool wanted) {
+    if (wanted) emulator::copy_async(reinterpret_cast<void*>(to), from, BYTES, BYTES);
+}
+template <class T, int N>
+void load_shared(T (&to)[N], SharedAddress from) {
+    if (from % sizeof to) emulator::fail("a load is not aligned");
+    std::memcpy(to, reinterpret_cast<const void*>(from), sizeof to);
+}
+template <int N>
+void store_shared(SharedAddress to, const float (&from)[N]) {
+    if (to % sizeof from) emulator::fail("a store is not aligned");
+    std::memcpy(reinterpret_cast<void*>(to), from, sizeof from);
+}
