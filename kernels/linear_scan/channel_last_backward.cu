@@ -48,9 +48,10 @@ struct Backward {
     i64 grads_batch, grads_time;
 };
 
-// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times. Of packed sequences `fills` says so.
 template <bool ONE_GATE>
 struct BackwardPass {
+    const bool fills;
     Rows gates, grads, states;
     Results gates_grad, tokens_grad;
     const bool for_gates, each_gate, each_token;  // what is asked for
@@ -60,7 +61,8 @@ struct BackwardPass {
 
     __device__ BackwardPass(const Backward& of, const Column& column, const States& before,
                             const States& after_grad)
-        : gates(of.gates, of.gates_batch, of.gates_time, column),
+        : fills(VARLEN && of.gates_time == 0),
+          gates(of.gates, of.gates_batch, of.gates_time, column),
           grads(of.states_grad, of.states_grad_batch, of.states_grad_time, column),
           // The earlier state of each row; that of the walk's last is not among the states.
           states(of.states, of.states_batch, of.states_time, column, 1),
@@ -81,7 +83,8 @@ struct BackwardPass {
     __device__ void fetch(int left) { fetch_for_map(left), fetch_for_output(left), move(tiles_apart()); }
     // What composing takes, and what walking does besides.
     __device__ void fetch_for_map(int left) {
-        if (!ONE_GATE) tiles.copy_in(0, gates, left, BackwardStep::Padding::GATE);
+        if (fills) tiles.fill_in(0, gates, left, BackwardStep::Padding::GATE);
+        else if (!ONE_GATE) tiles.copy_in(0, gates, left, BackwardStep::Padding::GATE);
         tiles.copy_in(1, grads, left, BackwardStep::Padding::GRAD);
     }
     __device__ void fetch_for_output(int left) {
@@ -121,7 +124,8 @@ struct BackwardPass {
                 const auto to =
                     BackwardStep::gradients(gate_of(held, left, k, v), held.grads[k].get(v), x, h[v]);
                 to_gates[v] = to.gate, to_tokens[v] = to.token, h[v] = to.earlier;
-                if (ONE_GATE && tiles.first_own + k < left) sum[v] = sum[v] + to_gates[v];
+                // Unless a sum is asked for, packed sequences have one all the same: a condition would take longer.
+                if (VARLEN || (ONE_GATE && tiles.first_own + k < left)) sum[v] = sum[v] + to_gates[v];
             }
             // A condition less where nothing goes to memory yet.
             if ((!DIRECT && !ONE_GATE) || each_gate) tiles.put(0, gates_grad, left, k, to_gates);
@@ -152,12 +156,13 @@ __device__ void run_column(const Backward& of, const Column& column, const State
                             const States& before_grad, const States& sums) {
     BackwardPass<ONE_GATE> pass(of, column, before, after_grad);
     pass.tiles.run(pass);
-    if (ONE_GATE) pass.add_up();
+    const bool sums_up = ONE_GATE || (VARLEN && of.sums);
+    if (sums_up) pass.add_up();
     if (threadIdx.x >= LANES_ACROSS) return;
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
         before_grad.write(v, pass.block_prefix.carried[v].x);
-        if (!ONE_GATE) continue;
+        if (!sums_up) continue;
         sums.write(v, pass.sum[v]);
         for (i64 i = 1; i < of.pieces; i++) sums.write(v, State(0), i * of.of_piece);
     }
@@ -316,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
-    if (gates_time == 0)
+    if (!VARLEN && gates_time == 0)
         run_column<true>(of, column, before, after_grad, before_grad, sums);
     else
         run_column<false>(of, column, before, after_grad, before_grad, sums);

@@ -41,9 +41,10 @@ struct Forward {
     i64 gates_batch, gates_time, tokens_batch, tokens_time, states_batch, states_time;
 };
 
-// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times.
+// A lane's serial pass over time. ONE_GATE: each channel has one gate for all times. Of packed sequences `fills` says so.
 template <bool ONE_GATE>
 struct ForwardPass {
+    const bool fills;
     Rows gates, tokens;
     Results states;
     Tiles<2> tiles;
@@ -51,7 +52,8 @@ struct ForwardPass {
     State gate[VECTOR] = {};
 
     __device__ ForwardPass(const Forward& of, const Column& column, const States& before)
-        : gates(of.gates, of.gates_batch, of.gates_time, column),
+        : fills(VARLEN && of.gates_time == 0),
+          gates(of.gates, of.gates_batch, of.gates_time, column),
           tokens(of.tokens, of.tokens_batch, of.tokens_time, column),
           states(of.states, of.states_batch, of.states_time, column),
           tiles(column, of.tokens_batch, of.tokens_time) {
@@ -66,7 +68,8 @@ struct ForwardPass {
     __device__ void fetch(int left) { fetch_for_map(left), move(tiles_apart()); }
     // What the first pass over a tile reads. The second pass reads nothing more, so fetch_for_output has nothing to do.
     __device__ void fetch_for_map(int left) {
-        if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
+        if (fills) tiles.fill_in(0, gates, left, ForwardStep::Padding::GATE);
+        else if (!ONE_GATE) tiles.copy_in(0, gates, left, ForwardStep::Padding::GATE);
         tiles.copy_in(1, tokens, left, ForwardStep::Padding::TOKEN);
     }
     __device__ void fetch_for_output(int) {}
@@ -276,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     column_cta.run(ForwardPass<false>(of, column, before), time);
 #else
     const States after(final_state, state_batch, state_channel, state_time, column);
-    if (gates_time == 0) run_column<true>(of, column, before, after);
+    if (!VARLEN && gates_time == 0) run_column<true>(of, column, before, after);
     else run_column<false>(of, column, before, after);
 #endif
 #elif STAGES

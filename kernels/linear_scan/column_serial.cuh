@@ -21,7 +21,8 @@
 // computed from in shared memory, and leave the same way. Traffic: 12 bytes per element in float32 and 6 in 16 bits
 // forward, 20 and 10 backward.
 //
-// VARLEN: each packed sequence is a column of its own.
+// VARLEN: each packed sequence is a column of its own, and the longest start first. A gate that a channel has for all rows is
+// written to each row of a tile, so that there is no further code for it.
 //
 // MISALIGNED: rows start and end off 16-byte boundaries. The offset differs from row to row, but is the same in all
 // tensors. A CTA copies every 16-byte piece that holds one of its channels, which is one piece more for each row. The
@@ -75,6 +76,27 @@ __device__ inline int place_of(int number) {
     return MISALIGNED ? number : number % LANES_ACROSS * VECTOR + number / LANES_ACROSS;
 }
 
+// CTAs that are so many waves that the last one hardly matters. Then those that scan short sequences are to run beside those that
+// scan long ones, as they wait more for memory than they load.
+enum : unsigned { MANY_CTAS = 2048 };
+// The number of the sequence that starts at `place` if the longest start first, so that no CTA is left with one in the end. A
+// thread counts the sequences that are longer than its own.
+__device__ inline unsigned longest_first(const i64* offsets, unsigned count, unsigned place) {
+    if (count > THREADS || gridDim.x > MANY_CTAS) return place;
+    __shared__ int lengths[THREADS];
+    __shared__ unsigned there;
+    const unsigned own = threadIdx.x;
+    const int length = own < count ? int(offsets[own + 1] - offsets[own]) : 0;
+    lengths[own] = length;
+    __syncthreads();
+    unsigned before = 0;
+#pragma unroll 4
+    for (unsigned i = 0; i < count; i++) before += lengths[i] > length || (lengths[i] == length && i < own);
+    if (own < count && before == place) there = own;
+    __syncthreads();
+    return there;
+}
+
 // A CTA's column, and in it the channels of this lane.
 struct Column {
     int lane = threadIdx.x % 32;
@@ -92,7 +114,8 @@ struct Column {
         batch = number;
         origin = 0, rows = time;
         if constexpr (VARLEN) {
-            batch = number / unsigned(sequences), sequence = number % unsigned(sequences);
+            batch = number / unsigned(sequences);
+            sequence = longest_first(offsets, unsigned(sequences), number % unsigned(sequences));
             // Bounds may be anything, and nothing else is to be touched.
             const auto within = [](i64 bound, i64 least, i64 most) {
                 return bound < least ? least : bound > most ? most : bound;
@@ -247,6 +270,16 @@ struct Tiles {
             }
         }
     }
+    // Rows that all are the row where `from` is, of one gate for each channel.
+    __device__ void fill_in(int input, const Rows& from, int left, Storage outside) const {
+        const int there = count(left);
+        Chunk<Element, ITEMS> chunk;
+        chunk.fill(outside);
+        const uint4 beyond = words_of(chunk), row = there > 0 ? *reinterpret_cast<const uint4*>(from.first) : beyond;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            if (i * ROWS < WARP_STEPS - own_row) *piece(input, i) = i * ROWS < there ? row : beyond;
+    }
     // Of this lane's and of the warp's rows, so many are there. INNER: all are, and pieces may be read to their ends.
     template <int LATER, bool INNER>
     __device__ void copy_pieces(int input, const Rows& from, int there = WARP_STEPS, int all = WARP_STEPS) const {
@@ -365,27 +398,38 @@ struct Tiles {
     }
 };
 
+// Whether the groups of a warp compose their maps by shuffles before step 2, so that fewer maps are left to apply. Where few
+// sequences are packed, the time of the longest counts, and with it the time of a tile.
+enum : bool { JOINED = VARLEN && LANES_ACROSS < 32 && !COMPENSATED };
+
 // Step 2: the running prefix of a lane's channels, from group to group and from tile to tile.
 struct BlockPrefix {
+    enum : int { MAPS = JOINED ? WARPS : GROUPS };  // of a tile
     RunningPrefix carried[VECTOR];  // the state that enters the tile
     int turn = 0;
 
     // The state that enters this lane's rows, whose composed map is `own`. To be called by the whole CTA.
     __device__ void enter(const Affine (&own)[VECTOR], State (&entering)[VECTOR]) {
-        __shared__ Stored<> maps[2][GROUPS][VECTOR][LANES_ACROSS];
-        const int group = threadIdx.x / LANES_ACROSS, lane = threadIdx.x % LANES_ACROSS;
+        __shared__ Stored<> maps[2][MAPS][VECTOR][LANES_ACROSS];
+        const int part = threadIdx.x / (JOINED ? 32 : LANES_ACROSS), lane = threadIdx.x % LANES_ACROSS;
+        Affine before[VECTOR];  // of the groups of this warp that come before
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) maps[turn][group][v][lane] = own[v];
+        for (int v = 0; v < VECTOR; v++) {
+            Affine all = own[v];
+            if (JOINED) before[v] = exclusive_scan<LANES_ACROSS>(all, threadIdx.x % 32);
+            if (!JOINED || threadIdx.x % 32 >= 32 - LANES_ACROSS) maps[turn][part][v][lane] = all;
+        }
         __syncthreads();  // one for each tile: the next tile's maps go to the other buffer
 #pragma unroll
         for (int v = 0; v < VECTOR; v++) {
             RunningPrefix x = carried[v];
 #pragma unroll(UNROLLED)
-            for (int g = 0; g < GROUPS; g++) {
-                if (g == group) entering[v] = x.x;
-                x = Affine(maps[turn][g][v][lane])(x);
+            for (int p = 0; p < MAPS; p++) {
+                if (p == part) entering[v] = x.x;
+                x = Affine(maps[turn][p][v][lane])(x);
             }
             carried[v] = x;
+            if (JOINED) entering[v] = before[v](entering[v]);
         }
         turn ^= 1;
     }

@@ -114,7 +114,7 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     pins = dict(statics)
     dtype, access = str(pins["dtype"]), str(pins["access"])
     # Archives have machine code for every GPU with the least shared memory, so PTX runs on none of these GPUs.
-    columns = 0 if target.is_ptx else rings.column_shared(dtype, tile)
+    columns = 0 if target.is_ptx else rings.column_shared(dtype, access, tile)
     return rings.most_shared(direction, dtype, access, tile) + columns <= target.shared_memory
 
 

@@ -36,7 +36,7 @@ _TRITON_STEP, _PROGRAM, _PROGRAM_TILE = {2: (2.8, 3.3), 4: (3.5, 5.6)}, 1.0, 0.8
 _TRITON_TIMES = 256  # of a tile
 _FASTER = 1.2  # times that Triton has to be as fast to come first
 #: ns for a step of a column in ``varlen``, by the bytes of an element, forward and backward, and for a CTA.
-_COLUMN_STEP = {2: (6.0, 7.5), 4: (10.5, 22.0)}
+_COLUMN_STEP = {2: (4.0, 6.0), 4: (8.0, 13.0)}
 _COLUMN_CTA, _COLUMN_WIDTH = 1000.0, 32
 
 

@@ -57,9 +57,12 @@ _WIDE = (
 _MISALIGNED = ((4, 12, 2), (4, 12, 3))
 #: Of several CTAs to a column: stages, and the aggregate lead.
 _AGGREGATE_LEADS = ((4, 2), (6, 3))
-#: Column-serial, packed sequences of 16-bit elements, 32 channels: warps, steps and stages. The more time steps a tile
-#: has, the sooner the longest sequence ends.
-_VARLEN = ((12, 16, 2), (16, 12, 2), (16, 20, 2))
+#: Column-serial, packed sequences, by an element's bytes: warps, lanes across and channels of a lane, steps and stages. With few
+#: sequences the longest takes longest, and the fewer channels a CTA has, the sooner it ends. With many, rows of 128 bytes are best.
+_VARLEN = {
+    2: ((8, (32, 2), 16, 4), (8, (16, 2), 16, 3), (8, (16, 2), 12, 2), (8, (8, 2), 16, 2)),
+    4: ((8, (32, 1), 16, 3), (8, (32, 2), 16, 2)),
+}
 #: Single wave: warps, steps and stages of few columns that are read at once, of which a lane has four bytes; by an
 #: element's bytes and the direction.
 _SINGLE_WAVE: dict[tuple[int, Direction], tuple[tuple[int, int, int], ...]] = {
@@ -88,12 +91,13 @@ def channel_last(direction: Direction, dtype: str, access: str) -> Iterator[Tile
     """Columns whose rows have 32 to 512 bytes. For few channels, columns with 16 bytes for each lane, which are cut
     into segments."""
     item = ITEM_SIZE[dtype]
+    if access == VARLEN and item in _VARLEN:
+        yield from _varlen_columns(direction, dtype)
+        return
     yield from _serial_columns(direction, dtype, access)
     if access == MISALIGNED:
         yield from _misaligned_columns(direction, dtype)
-        return
-    if access == VARLEN:
-        yield from _varlen_columns(direction, dtype)
+    if access in (MISALIGNED, VARLEN):
         return
     if item < 8:
         for warps, steps, stages in _WIDE:
@@ -158,8 +162,9 @@ def _misaligned_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
     """Packed sequences, of any lengths."""
-    for warps, steps, stages in _VARLEN if ITEM_SIZE[dtype] == 2 else ():
-        yield from resident(direction, dtype, _column(warps, 1, steps, stages), 1, VARLEN)
+    for warps, (lanes_across, vector), steps, stages in _VARLEN[ITEM_SIZE[dtype]]:
+        tile = _column(warps, vector, steps, stages, lanes_across)
+        yield from resident(direction, dtype, tile, 1, VARLEN)
 
 
 def _multi_cta_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -237,12 +242,15 @@ def _static_shared(dtype: str, tile: Tile) -> int:
     return handed + min(_KEPT, 64 * _side_by_side(tile) * 2 * state) + _DRAWN
 
 
-def column_shared(dtype: str, tile: Tile) -> int:
-    """Static shared memory of a CTA with a column of its own, in bytes: for each channel of a thread two maps and a sum."""
+def column_shared(dtype: str, access: str, tile: Tile) -> int:
+    """Static shared memory of a CTA with a column of its own, in bytes: for each channel of a thread two maps and a sum. Where
+    sequences are packed, also a length for each thread."""
     if "lanes_across" not in tile:
         return 0
-    channels, state = 32 * int(tile["warps"]) * int(tile["vector"]), max(4, ITEM_SIZE[dtype])
-    return channels * (2 * (8 if ITEM_SIZE[dtype] < 4 else 3 * state) + state)
+    threads, state = 32 * int(tile["warps"]), max(4, ITEM_SIZE[dtype])
+    of_channel = 2 * (8 if ITEM_SIZE[dtype] < 4 else 3 * state) + state
+    lengths = 4 * threads + 16 if access == VARLEN else 0
+    return threads * int(tile["vector"]) * of_channel + lengths
 
 
 def tile_warps(tile: Tile) -> int:

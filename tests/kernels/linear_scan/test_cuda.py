@@ -193,7 +193,7 @@ PACKED = cases.Setting(states=True, packed=True)
 @pytest.mark.parametrize(
     ("layout", "tile"),
     [
-        ("channel_last", {"lanes_across": 16}),
+        ("channel_last", {"lanes_across": 32}),
         ("time_last", {"prefix_lead": 2}),
     ],
     ids=str,

@@ -21,7 +21,7 @@ TAKEN = (
     ("padded", (2, 300, 11), {"access": "aligned", "prefix_lead": 2}),
     ("padded", (2, 300, 11), {"access": "aligned", "lanes_across": 32}),
     ("padded", (2, 300, 11), {"access": "aligned", "single_wave": 1}),
-    ("padded", (1, 300, 11), {"access": "varlen", "lanes_across": 16}),
+    ("padded", (1, 300, 11), {"access": "varlen", "lanes_across": 32}),
     ("rows", (2, 301, 3), {"access": "misaligned", "prefix_lead": 2}),
 )
 
