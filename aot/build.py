@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,10 @@ def build_archives(
     """
     jobs = plan(archs)
     outcomes = compile_all([job for per_arch in jobs.values() for job in per_arch], cache_folder)
-    by_arch = {
-        arch: _binaries(outcomes[job] for job in per_arch) for arch, per_arch in jobs.items()
-    }
-    # Packing is compressing, which other threads need not wait for.
-    with ThreadPoolExecutor(_workers()) as pool:
-        paths = [*pool.map(lambda arch: pack(folder, arch, by_arch[arch], origin), by_arch)]
+    paths = [
+        pack(folder, arch, _binaries(outcomes[job] for job in per_arch), origin)
+        for arch, per_arch in jobs.items()
+    ]
     for stale in set(folder.glob(f"*{archive.SUFFIX}")) - set(paths):
         stale.unlink()
     return paths

@@ -164,13 +164,24 @@ def _in_chunks(
             packed.append(chunks.stored(content))
         else:
             (first if fastest else others).append((binary, content))
-    for parts in (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE)):
+    together = (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE))
+    for number, parts in enumerate(together, len(packed)):
         parts.sort(key=lambda pair: -wins[str(pair[0].variant)] if wins else pairs.index(pair))
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
-            places[binary.sha256] = {"chunk": len(packed), "offset": offset}
-        packed.append(chunks.compress(b"".join(content for _, content in parts)))
+            places[binary.sha256] = {"chunk": number, "offset": offset}
+    packed += _compressed([b"".join(content for _, content in parts) for parts in together])
     return places, packed
+
+
+def _compressed(contents: Sequence[bytes]) -> Iterable[bytes]:
+    """Their chunks, as many at a time as there are cores."""
+    if len(contents) < 2:
+        return map(chunks.compress, contents)
+    from concurrent.futures import ThreadPoolExecutor  # which nothing that reads archives imports
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return [*pool.map(chunks.compress, contents)]
 
 
 def _wins(
