@@ -85,19 +85,20 @@ def install_tools(environment: Environment) -> None:
 
 
 def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
-    """Torch first, at the pinned version, and then exactly this wheel.
+    """Exactly this wheel, where torch is at the pinned version.
 
     The version does not change from build to build, so an installed one is removed beforehand.
     The constraints hold for this environment only; the build's own has its pins in the backend.
     """
-    pinned = ("--constraint", CONSTRAINTS)
-    require("install torch", environment.install(*pinned, "torch"))
-    remove = environment.pip("uninstall", "-q", "-y", DISTRIBUTION)
-    require("remove the last build", remove)
+    packages = "lib/python3*/site-packages"
+    if any(environment.folder.glob(f"{packages}/{PACKAGE}-*.dist-info")):
+        remove = environment.pip("uninstall", "-q", "-y", DISTRIBUTION)
+        require("remove the last build", remove)
     # pip leaves files in the package's folder that it did not install; the tests would use them.
-    for left in environment.folder.glob(f"lib/python3*/site-packages/{PACKAGE}"):
+    for left in environment.folder.glob(f"{packages}/{PACKAGE}"):
         shutil.rmtree(left)
-    require("install the wheel", environment.pip("install", "-q", *pinned, f"{wheel.path}{extra}"))
+    words = ("install", "-q", "--constraint", CONSTRAINTS, f"{wheel.path}{extra}")
+    require("install the wheel", environment.pip(*words))
     # From a folder without the sources, as the tests are to see it.
     where = f"import {PACKAGE}, pathlib; print(pathlib.Path({PACKAGE}.__file__).parent)"
     result = subprocess.run(
@@ -221,7 +222,9 @@ def check_installed(
 def demo(fresh: bool, archs: str) -> None:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
-    install(environment, build_wheel(environment, WORK, archs=archs or archs_of_this_machine()))
+    wheel = build_wheel(environment, WORK, archs=archs or archs_of_this_machine())
+    require("install torch", environment.install("--constraint", CONSTRAINTS, "torch"))
+    install(environment, wheel)
     program = environment.program(DISTRIBUTION)
     require("look inside", [program, "inspect"], cwd=WORK)
     require("self-test", [program, "selftest"], cwd=WORK)
