@@ -278,8 +278,8 @@ def _on_cpu(
                 for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
                     if f"{family.name}.{kernel}" in skipped:
                         continue
-                    case = trial.case(kernel, aligned=False)
                     try:
+                        case = trial.case(kernel, aligned=False)
                         with all_threads():
                             operator.run_on_cpu(case.problem, case.tensors)
                     except NotImplementedError as error:
