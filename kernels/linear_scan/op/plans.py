@@ -350,7 +350,7 @@ def plan_backward(
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
     reduced = for_gates and broadcast and summing is None
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
-    pieces = call.problem.sum_pieces()
+    pieces = 0 if summing is None else call.problem.sum_pieces()
 
     def total_runner(problem: GatesSumProblem) -> Any:
         lowest, backend = min(Tier.PTX, policy.lowest()), options.backend
