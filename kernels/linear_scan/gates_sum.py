@@ -18,6 +18,7 @@ from scan_registry.kernels.model import (
     Launch,
     Parameter,
     Rules,
+    Sample,
     Space,
     Variant,
 )
@@ -132,6 +133,17 @@ def problem_of(
     if kept is None or summed is None:
         return None
     return GatesSumProblem(dtype, gates_dtype, kept, summed)
+
+
+#: Sums of 64 pieces of time, for each of 256 channels.
+SAMPLE = Sample(
+    GatesSumProblem(
+        *("float32", "float32"),
+        kept=(Dimension(1, 0), Dimension(256, 1)),
+        summed=(Dimension(1, 0), Dimension(64, 256)),
+    ),
+    *("float32", "aligned"),
+)
 
 
 def _rejects(variant: Variant, problem: GatesSumProblem) -> str | None:

@@ -434,7 +434,10 @@ FAMILY = Family(
         gates_sum.KERNEL,
         *(kernel for layout in LAYOUTS for kernel in _triton_kernels(layout)),
     ),
-    samples=tuple(starmap(_sample, product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES))),
+    samples=(
+        *starmap(_sample, product(LAYOUTS, DIRECTIONS, space.DTYPES, space.ACCESSES)),
+        gates_sum.SAMPLE,
+    ),
     on_cpu=True,
     languages=packed.languages,
     routes=routes.routes,

@@ -28,16 +28,16 @@ enum : int {
     PASSES = TOKENS,  // of a warp over its rows and tokens, at most
     // Where a row has few lanes, B and C are widened once for all units of the warp. A row has up to 64 states then.
     WIDENED = ALIGNED && !TIED,
-    PARTS = VECTOR / 4,                   // of a chunk of floats in shared memory
+    PIECES = VECTOR / 4,                  // of a chunk of floats in shared memory
     CHUNK = Chunk<Input, VECTOR>::WORDS,  // words of B or C
     LANES = WIDENED ? 64 / VECTOR : 32,   // that have chunks of B and C
 };
 // The words that a warp shares, and where they start.
 enum : int {
-    ONCE = 0,                   // [token][row of the warp]: an Once
-    REST = ONCE + PASSES * 64,  // [token][row of the warp]: an Output
-    SUM = REST + PASSES * 64,   // [token][row of the warp]
-    RAW = SUM + PASSES * 32,    // [token][B or C][lane]: chunks as they lie in memory
+    ROW_FACTORS = 0,                          // [token][row of the warp]: an Once
+    ROW_OUTPUTS = ROW_FACTORS + PASSES * 64,  // [token][row of the warp]: an Output
+    SUM = ROW_OUTPUTS + PASSES * 64,          // [token][row of the warp]
+    RAW = SUM + PASSES * 32,                  // [token][B or C][lane]: chunks as they lie in memory
     WIDE = RAW + (ALIGNED ? TOKENS * 2 * LANES * CHUNK : 0),      // [token][B or C][part of a chunk][lane]: floats
     STATES = WIDE + (WIDENED ? TOKENS * 2 * LANES * VECTOR : 0),  // [row][lane]: chunks as they lie in memory
     WORDS = STATES + (ALIGNED ? ROWS * 32 * 4 : 0),
@@ -207,13 +207,13 @@ struct TokensUpdate : Rows {
             if (i * tokens_of_pass >= tokens) break;
             Output output;
             const Once its_once = once_of(in[i], output);
-            store_shared(shared + (ONCE + (32 * i + its_slot) * 2) * FLOAT, {its_once.gate, its_once.scaled});
-            store_shared(shared + (REST + (32 * i + lane_of_warp) * 2) * FLOAT, {output.skipped, output.silu});
+            store_shared(shared + (ROW_FACTORS + (32 * i + its_slot) * 2) * FLOAT, {its_once.gate, its_once.scaled});
+            store_shared(shared + (ROW_OUTPUTS + (32 * i + lane_of_warp) * 2) * FLOAT, {output.skipped, output.silu});
         }
     }
     __device__ SharedAddress place_of_chunk(int chunk) const { return shared + (RAW + chunk * CHUNK) * FLOAT; }
     __device__ SharedAddress place_of_part(int which, int part, int chunk) const {
-        return shared + (WIDE + ((which * PARTS + part << args.lane_bits) + chunk) * 4) * FLOAT;
+        return shared + (WIDE + ((which * PIECES + part << args.lane_bits) + chunk) * 4) * FLOAT;
     }
     // Starts to copy B and C of a group's tokens: one chunk after the other to all lanes, or each lane's own chunks to itself.
     __device__ void copy_projections(const Group& group) const {
@@ -247,7 +247,7 @@ struct TokensUpdate : Rows {
             Chunk<Input, VECTOR> chunk;
             load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word), place_of_chunk(piece));
 #pragma unroll
-            for (int p = 0; p < PARTS; p++) {
+            for (int p = 0; p < PIECES; p++) {
                 float x[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) x[i] = chunk.get(4 * p + i);
@@ -259,7 +259,7 @@ struct TokensUpdate : Rows {
     __device__ void load_projection(float (&x)[CHUNKS][VECTOR], const Group& group, int t, bool is_C) const {
         if constexpr (WIDENED) {
 #pragma unroll
-            for (int p = 0; p < PARTS; p++)
+            for (int p = 0; p < PIECES; p++)
                 load_shared(reinterpret_cast<float(&)[4]>(x[0][4 * p]), place_of_part(2 * t + is_C, p, lane));
         } else {
             const ProjectionTensor& tensor = is_C ? args.C : args.B;
@@ -286,14 +286,14 @@ struct TokensUpdate : Rows {
             const int t = its_token + i * tokens_of_pass;
             float sum[1], rest[2];
             load_shared(sum, shared + (SUM + 32 * i + its_slot) * FLOAT);
-            load_shared(rest, shared + (REST + (32 * i + lane_of_warp) * 2) * FLOAT);
+            load_shared(rest, shared + (ROW_OUTPUTS + (32 * i + lane_of_warp) * 2) * FLOAT);
             store_output(group.token + t, sum[0], {rest[0], rest[1]}, group.sequence.slot >= 0, t < tokens);
         }
     }
     __device__ void update(States& states, const Group& group, int t, float (&sums)[SUMS]) const {
         float B[CHUNKS][VECTOR], C[CHUNKS][VECTOR], of_rows[ROWS][2];
         load_projection(B, group, t, false), load_projection(C, group, t, true);
-        load_once(of_rows, shared + (ONCE + (t * rows_of_warp + unit_of_warp * ROWS) * 2) * FLOAT);
+        load_once(of_rows, shared + (ROW_FACTORS + (t * rows_of_warp + unit_of_warp * ROWS) * 2) * FLOAT);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const float factor = of_rows[r][0], scaled = of_rows[r][1];
