@@ -33,6 +33,7 @@ enum : int { THREADS = 32 * WARPS };
 #include "../common/global_memory.cuh"
 #include "../common/shared_memory.cuh"
 #include "../linear_scan/copy_hint.cuh"
+#include "../linear_scan/longest_first.cuh"
 #include "../linear_scan/step.cuh"
 
 enum : int {
@@ -74,27 +75,6 @@ __device__ inline unsigned own_group() { return (SINGLE_WAVE ? threadIdx.x % 32 
 __device__ inline int number_of(int v) { return v * LANES_ACROSS + threadIdx.x % LANES_ACROSS; }
 __device__ inline int place_of(int number) {
     return MISALIGNED ? number : number % LANES_ACROSS * VECTOR + number / LANES_ACROSS;
-}
-
-// CTAs that are so many waves that the last one hardly matters. Then those that scan short sequences are to run beside those that
-// scan long ones, as they wait more for memory than they load.
-enum : unsigned { MANY_CTAS = 2048 };
-// The number of the sequence that starts at `place` if the longest start first, so that no CTA is left with one in the end. A
-// thread counts the sequences that are longer than its own.
-__device__ inline unsigned longest_first(const i64* offsets, unsigned count, unsigned place) {
-    if (count > THREADS || gridDim.x > MANY_CTAS) return place;
-    __shared__ int lengths[THREADS];
-    __shared__ unsigned there;
-    const unsigned own = threadIdx.x;
-    const int length = own < count ? int(offsets[own + 1] - offsets[own]) : 0;
-    lengths[own] = length;
-    __syncthreads();
-    unsigned before = 0;
-#pragma unroll 4
-    for (unsigned i = 0; i < count; i++) before += lengths[i] > length || (lengths[i] == length && i < own);
-    if (own < count && before == place) there = own;
-    __syncthreads();
-    return there;
 }
 
 // A CTA's column, and in it the channels of this lane.

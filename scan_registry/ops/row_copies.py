@@ -35,7 +35,7 @@ def scatter(pool: Tensor, states: Tensor, indices: Tensor, pad_slot: int) -> boo
 
 
 def _may_run(*tensors: Tensor) -> bool:
-    """Whether a call is made on a GPU at once, and nobody watches what torch's operators do in it."""
+    """Whether a call runs on a GPU now, not in a trace, and no profiler, mode or transform observes torch's operators."""
     if torch.compiler.is_compiling() or not _on_gpu(tensors[0]):
         return False
     return are_plain(*tensors) and not any(observer() for observer in OBSERVERS)

@@ -15,7 +15,7 @@ import pytest
 
 jax = pytest.importorskip("jax")
 if jax.__version_info__[:2] == (0, 10):  # XLA ends a process for a flag that it does not know
-    # Its older emitters compile in half the time.
+    # Its older emitters compile in two thirds of the time.
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_platforms", "cpu")
