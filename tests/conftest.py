@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import shutil
 import struct
@@ -38,6 +39,10 @@ pytest.register_assert_rewrite(
     "benching", "caching", "compiling", "diagnosing", "driving", "emulated_kernels", "explaining", "harness", "imaginary", "loading",
     "posing", "selecting", "verifying", "watched",
 )  # fmt: skip
+
+# Workers of pytest-xdist whose threads together are more than the cores wait for each other most of the time.
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
 
 PROVENANCE: Mapping[str, Any] = {"version": "9.9.9", "commit": "c0ffee" * 6 + "beef", "dirty": True}
 

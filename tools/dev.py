@@ -208,11 +208,7 @@ def check_installed(
         say(f"\nFAILED: {', '.join(failed)}; pytest follows, and the exit status will be 1")
     pytest = [environment.program("pytest"), *pytest_arguments(arguments, cores())]
     say(f"\n=== pytest\n$ {' '.join(map(str, pytest))}")
-    # Workers whose threads together are more than the cores wait for each other most of the time.
-    threads = {} if arguments else {"OMP_NUM_THREADS": str(max(1, cores() // 8))}
-    status = subprocess.run(
-        list(map(str, pytest)), cwd=ROOT, env=threads | os.environ, check=False
-    ).returncode
+    status = subprocess.run(list(map(str, pytest)), cwd=ROOT, check=False).returncode
     return 1 if failed or status else 0
 
 
