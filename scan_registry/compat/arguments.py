@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from scan_registry.dispatch.select import Backend
 from scan_registry.ops.checks import as_bool, refuse_layout, shapes_agree
 
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_REAL_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REAL)
 _WIDE = (torch.float64, torch.complex128)
 
 
@@ -35,8 +36,7 @@ def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meani
     ``shape`` is None where other arguments are wrong, and ``meaning`` says in words what it is."""
     check_dense("initial_states", states)
     if states.dtype not in _REAL:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REAL)
-        raise TypeError(f"initial_states has dtype {states.dtype}; accepted are {names}")
+        raise TypeError(f"initial_states has dtype {states.dtype}; accepted are {_REAL_NAMES}")
     if isinstance(x, Tensor) and states.device != x.device:
         raise ValueError(
             f"initial_states is on {states.device}, x on {x.device}; they must be on one device"
@@ -45,6 +45,24 @@ def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meani
         raise ValueError(
             f"initial_states has shape {tuple(states.shape)}; it must be {meaning}, here {tuple(shape)}"
         )
+
+
+def check_dtypes(x: str, tensors: Mapping[str, Any], matrices: Collection[str]) -> None:
+    """Refuse tensors that are not real, are float64 beside a narrower ``tensors[x]``, or are ``matrices`` that torch would
+    not multiply with its dtype, which autocast may change."""
+    own = tensors[x].dtype
+    cast = torch.is_autocast_enabled(tensors[x].device.type)
+    for name, value in tensors.items():
+        dtype = value.dtype
+        if dtype not in _REAL:
+            raise TypeError(f"{name} has dtype {dtype}; accepted are {_REAL_NAMES}")
+        wide = torch.float64 in (dtype, own)
+        mixes = cast and not wide if name in matrices else dtype != torch.float64
+        if dtype != own and not mixes:
+            rule = "float64 does not mix with narrower dtypes"
+            if not wide:
+                rule = "they must be of one dtype, unless autocast is enabled"
+            raise TypeError(f"{name} has dtype {dtype}, {x} {own}; {rule}")
 
 
 def check_pair(layout: str, **tensors: Any) -> None:

@@ -106,9 +106,13 @@ def install(*packages: str) -> None:
         return
     late = sorted(filter(_looked_for, [*sys.modules]))
     if late:
+        keeps = (
+            "was imported before and keeps its"
+            if len(late) == 1
+            else "were imported before and keep their"
+        )
         warnings.warn(
-            f"{', '.join(late)} was imported before and keeps its own path; call "
-            "scan_registry.compat.install before the model's module is imported",
+            f"{', '.join(late)} {keeps} own path; call scan_registry.compat.install before the model's module is imported",
             RuntimeWarning,
             stacklevel=2,
         )

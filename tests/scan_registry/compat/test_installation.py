@@ -207,7 +207,10 @@ def test_a_model_that_looked_before_is_named(monkeypatch: pytest.MonkeyPatch) ->
     vars(early)["mamba_selective_scan"] = None
     monkeypatch.setitem(sys.modules, name, early)
     monkeypatch.setitem(sys.modules, "transformers.models.bert.modeling_bert", ModuleType("bert"))
-    with pytest.warns(RuntimeWarning, match=rf"(^|, ){name}(,| was imported before)"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=rf"(^|, ){name}(,| was imported before and keeps its| were imported before and keep their)",
+    ):
         compat.install("mamba_ssm")
 
 

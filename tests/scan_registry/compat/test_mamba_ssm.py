@@ -286,7 +286,10 @@ def test_under_autocast() -> None:
         ("out_proj_bias", lambda x: x[1:], r"out_proj_bias has shape .* must be \(5,\)"),
         ("delta_proj_weight", lambda x: x.to("meta"), "delta_proj_weight is on meta, xz on cpu"),
         ("A", lambda x: x[1:], "A has shape"),
-        ("D", lambda x: x[1:], "D has shape"),
+        ("D", lambda x: x[1:], r"D has shape \(5,\); for 6 channels"),
+        ("delta_bias", lambda x: x[1:], r"delta_bias has shape \(5,\); for 6 channels"),
+        ("conv1d_bias", lambda x: x[1:], r"conv1d_bias has shape \(5,\); for 6 channels"),
+        ("x_proj_weight", lambda _: torch.tensor(1.0), r"x_proj_weight .* must be \(10, 6\)"),
         ("B_proj_bias", lambda x: x[1:], "B_proj_bias has shape"),
         ("b_rms_weight", lambda x: x[1:], "b_rms_weight has shape"),
         ("checkpoint_lvl", lambda _: 2, "checkpoint_lvl is 2"),
@@ -298,6 +301,44 @@ def test_shapes_that_do_not_fit(name: str, change: Callable[[Any], Any], words: 
     arguments[name] = change(arguments.get(name))
     with pytest.raises(ValueError, match=words):
         mamba_inner_fn(**arguments)
+
+
+INNER_MATRICES = ("x_proj_weight", "delta_proj_weight", "out_proj_weight")
+
+
+@pytest.mark.parametrize("name", [*inner_arguments(norms=True), "B", "C"])
+def test_dtypes_that_do_not_fit_are_named(name: str) -> None:
+    """Before anything is computed, and whatever torch would say of a product."""
+    drawn = inner_arguments(norms=name not in ("A", "B", "C"))
+    arguments: dict[str, Any] = {key: value.detach().float() for key, value in drawn.items()}
+    dtypes = [torch.int32, torch.float64] + [torch.complex64] * (name != "A")
+    if name in ("B", "C"):
+        arguments[name] = torch.randn(BATCH, STATES, LENGTH)
+    dtypes += [torch.bfloat16] * (name in INNER_MATRICES)
+    for dtype in dtypes:
+        words = rf"xz {dtype}" if name == "xz" and dtype.is_floating_point else rf"{name} has dtype"
+        with pytest.raises(TypeError, match=words):
+            mamba_inner_fn(**arguments | {name: arguments[name].to(dtype)})
+
+
+def test_narrow_weights_go_with_a_wide_input_under_autocast() -> None:
+    arguments = {
+        name: value.detach().float() for name, value in inner_arguments(biases=False).items()
+    }
+    narrow = {name: arguments[name].bfloat16() for name in INNER_MATRICES}
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = mamba_inner_fn(**arguments)
+        torch.testing.assert_close(mamba_inner_fn(**arguments | narrow), expected)
+        wide = {"out_proj_weight": arguments["out_proj_weight"].double()}
+        with pytest.raises(TypeError, match=r"out_proj_weight .*; float64 does not mix"):
+            mamba_inner_fn(**arguments | wide)
+
+
+def test_what_is_no_tensor_is_named() -> None:
+    for name in (*inner_arguments(norms=True), "B", "C"):
+        arguments: dict[str, Any] = {**inner_arguments(norms=True), name: [1.0]}
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, not list"):
+            mamba_inner_fn(**arguments)
 
 
 @pytest.mark.parametrize("along", ["channels", "time"])

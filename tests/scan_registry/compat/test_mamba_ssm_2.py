@@ -385,6 +385,7 @@ def test_the_block_compiles_to_one_graph() -> None:
         ("outproj_weight", lambda x: x[:, 1:], r"outproj_weight has shape .* must be \(6, 12\)"),
         ("outproj_weight", lambda _: None, "outproj_bias is there without outproj_weight"),
         ("dt_bias", lambda x: x[1:], "dt_bias has shape"),
+        ("conv1d_bias", lambda x: x[1:], "conv1d_bias has shape"),
         ("D", lambda x: x[None, None], r"D has shape .* must be \(heads,\) or \(heads, headdim\)"),
         ("headdim", lambda _: None, "headdim is None"),
         ("headdim", lambda _: 0, "headdim is 0"),
@@ -400,3 +401,20 @@ def test_arguments_of_the_block_that_do_not_fit(
     given[name] = change(given.get(name))
     with pytest.raises(ValueError, match=words):
         mamba_split_conv1d_scan_combined(**given, chunk_size=4)
+
+
+@pytest.mark.parametrize("name", block_arguments())
+def test_dtypes_of_the_block_that_do_not_fit_are_named(name: str) -> None:
+    arguments: dict[str, Any] = {
+        key: value.detach().float() for key, value in block_arguments().items()
+    }
+    options = {"headdim": SIZE, "ngroups": GROUPS, "chunk_size": 4}
+    dtypes = [torch.int32, torch.complex64, torch.float64]
+    for dtype in [*dtypes, *[torch.bfloat16] * (name == "outproj_weight")]:
+        as_input = name == "zxbcdt" and dtype.is_floating_point
+        with pytest.raises(
+            TypeError, match=rf"zxbcdt {dtype}" if as_input else f"{name} has dtype"
+        ):
+            mamba_split_conv1d_scan_combined(
+                **arguments | {name: arguments[name].to(dtype)}, **options
+            )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dense
+from scan_registry.compat.arguments import as_flag, check_dense, check_dtypes
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
@@ -263,7 +263,12 @@ def _inner(
         "A": A,
     }
     optional = {
+        "conv1d_bias": conv1d_bias,
         "out_proj_bias": out_proj_bias,
+        "B": B,
+        "C": C,
+        "D": D,
+        "delta_bias": delta_bias,
         "B_proj_bias": B_proj_bias,
         "C_proj_bias": C_proj_bias,
         "b_rms_weight": norms.B,
@@ -314,9 +319,10 @@ def _halves(xz: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
-    """Refuse shapes that do not fit together, in the names of ``mamba_inner_fn``; operators check the others. ``taken``
-    is how many of B and C come from the projection."""
-    for name, value in (named | optional).items():
+    """Refuse shapes and dtypes that do not fit together, in the names of ``mamba_inner_fn``; operators check A, B and C.
+    ``taken`` is how many of B and C come from the projection."""
+    present = named | optional
+    for name, value in present.items():
         check_dense(name, value)
         if value.device != named["xz"].device:
             raise ValueError(
@@ -342,7 +348,10 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
     rows, least = named["x_proj_weight"].shape[:1], ranks.shape[1] + taken * states
     expected = {
         "conv1d_weight": (channels, 1, conv.shape[2] if conv.dim() == 3 else "width"),
-        "x_proj_weight": (max(*rows, least), channels),
+        "conv1d_bias": (channels,),
+        "x_proj_weight": (max([*rows, least]), channels),
+        "D": (channels,),
+        "delta_bias": (channels,),
         "out_proj_weight": (outside, channels),
         "out_proj_bias": (outside,),
         "B_proj_bias": (states,),
@@ -352,7 +361,9 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
         "dt_rms_weight": (channels,),
     }
     sizes = f"{channels} channels, {states} rows of B and C and {ranks.shape[1]} ranks"
-    _check_shapes(named | optional, expected, sizes)
+    _check_shapes(present, expected, sizes)
+    real = {name: value for name, value in present.items() if name not in ("A", "B", "C")}
+    check_dtypes("xz", real, ("x_proj_weight", "delta_proj_weight", "out_proj_weight"))
 
 
 def _check_shapes(named: dict[str, Any], expected: dict[str, tuple[Any, ...]], sizes: str) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dense, check_initial_states
+from scan_registry.compat.arguments import as_flag, check_dense, check_dtypes, check_initial_states
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
 from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
@@ -196,11 +196,17 @@ def mamba_split_conv1d_scan_combined(
         "A": A,
         "D": D,
     }
-    optional = {"rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias}  # fmt: skip
+    optional = {
+        "conv1d_bias": conv1d_bias,
+        "rmsnorm_weight": rmsnorm_weight,
+        "outproj_weight": outproj_weight,
+        "outproj_bias": outproj_bias,
+    }
     sizes = _sizes(required, optional, headdim, ngroups)
     if initial_states is not None:
         shape = zxbcdt.shape[0], sizes.heads, sizes.head_size, sizes.states
         check_initial_states(initial_states, zxbcdt, shape, "(batch, heads, headdim, states)")
+        check_dtypes("zxbcdt", {"zxbcdt": zxbcdt, "initial_states": initial_states}, ())
     final = as_flag("return_final_states", return_final_states)
     before_gate = as_flag("norm_before_gate", norm_before_gate)
 
@@ -232,7 +238,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _sizes(required: dict[str, Any], optional: dict[str, Any], headdim: Any, ngroups: Any) -> Sizes:
-    """Of the block. Refuses shapes that do not fit together; operators check the others."""
+    """Of the block. Refuses shapes and dtypes that do not fit together; operators check the others."""
     present = required | {name: value for name, value in optional.items() if value is not None}
     for name, value in present.items():
         check_dense(name, value)
@@ -265,6 +271,7 @@ def _sizes(required: dict[str, Any], optional: dict[str, Any], headdim: Any, ngr
         )
     sizes = sizes._replace(linear=linear)
     _check_rest(present, sizes)
+    check_dtypes("zxbcdt", present, ("outproj_weight",))
     return sizes
 
 
@@ -275,6 +282,7 @@ def _check_rest(present: dict[str, Any], sizes: Sizes) -> None:
     projection = present.get("outproj_weight")
     features = projection.shape[0] if projection is not None and projection.dim() else "features"
     expected = {
+        "conv1d_bias": (sizes.channels,),
         "dt_bias": (sizes.heads,),
         "A": (sizes.heads,),
         "rmsnorm_weight": (sizes.features,),
