@@ -29,7 +29,7 @@ from scan_registry.nn.mamba_inner import (
     mapped,
     projected,
 )
-from scan_registry.nn.mamba_states import Device, GeneratingBlock, remember, wide
+from scan_registry.nn.mamba_states import Device, GeneratingBlock, copied, remember, wide
 from scan_registry.nn.submodules import weights_of
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ class Mamba(GeneratingBlock):
         self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
     ) -> Tensor:
         x, z = self._projected(hidden_states)
-        # Copies: what the backward pass needs must not change when the states do.
-        before = States(conv_state[..., 1:].clone(), ssm_state.clone())
+        before = States(copied(conv_state[..., 1:]), copied(ssm_state))
         y, after = convolve_and_scan(
             x, z, weights, before=before, return_state=True, backend=self.backend
         )

@@ -28,7 +28,7 @@ from scan_registry.nn.mamba_checks import (
     check_sizes,
 )
 from scan_registry.nn.mamba_inner import States
-from scan_registry.nn.mamba_states import Device, GeneratingBlock, remember, wide
+from scan_registry.nn.mamba_states import Device, GeneratingBlock, copied, remember, wide
 from scan_registry.nn.submodules import weights_of
 
 if TYPE_CHECKING:
@@ -261,12 +261,11 @@ class Mamba2(GeneratingBlock):
         if before is not None and u.shape[1] == 1 and not (packed or torch.is_grad_enabled()):
             return folded(self._step(weights, u, *before), seqlen)
         projected = self.in_proj(u)
-        # Copies: what the backward pass needs must not change when the states do.
-        earlier = None if before is None else before[0][..., 1:].clone()
+        earlier = None if before is None else copied(before[0][..., 1:])
         y, after = mamba2_inner.convolve_and_scan(
             *(projected, weights, self._sizes, self.norm if self.rmsnorm else None),
             earlier=earlier,
-            initial_state=None if before is None else before[1].clone(),
+            initial_state=None if before is None else copied(before[1]),
             seq_idx=seq_idx,
             cu_seqlens=cu_seqlens,
             return_state=before is not None,

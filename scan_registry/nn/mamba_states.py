@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from scan_registry.nn.exports import Exports
 from scan_registry.nn.mamba_checks import DTYPES, as_pair, check_cache, check_hidden, check_states
 from scan_registry.ops.checks import as_index
+from scan_registry.ops.registration import register
 
 if TYPE_CHECKING:
     from scan_registry.dispatch.select import Backend
@@ -153,6 +154,23 @@ class GeneratingBlock(Exports):
 def wide(x: Tensor) -> Tensor:
     """x in float32, or in float64 if it is."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def copied(state: Tensor) -> Tensor:
+    """A copy for a backward pass, which must not change when the state does."""
+    if torch.is_grad_enabled() and torch.compiler.is_compiling():
+        # Inductor drops a clone whose source changes only after it was read, and the backward pass then reads the new state.
+        return _operator(state.detach())  # type: ignore[no-any-return]
+    return state.clone()
+
+
+def _clone(state: Tensor) -> Tensor:
+    return state.clone()
+
+
+_operator = register(
+    "state_copy(Tensor state) -> Tensor", __name__, {"device": "_clone", "Meta": "_clone"}
+)
 
 
 def remember(
