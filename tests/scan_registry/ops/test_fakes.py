@@ -16,13 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from scan_registry import kernels
+from scan_registry import kernels, nn
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.ops.registration import NAMESPACE
 
 # Operators are registered by the modules that define them.
-for module in sorted({*kernels.public().values()}):
+for module in sorted({*kernels.public().values(), nn.Mamba.__module__}):
     importlib.import_module(module)
 OPERATORS = getattr(torch.ops, NAMESPACE)
 DRAWS = 24  # each layout in each dtype
@@ -272,6 +272,11 @@ def ssd_scan(draw: Draw) -> Calls:
     yield "ssd_scan_backward", (*tensors, ungated, *grads, *how, draw.flags(9))
 
 
+def state_copy(draw: Draw) -> Calls:
+    """Of a state that ``nn.Mamba`` saves for a backward pass."""
+    yield "state_copy", (draw.tensor(draw.batch, D, N),)
+
+
 FAMILIES: Sequence[Callable[[Draw], Calls]] = (
     linear_scan,
     gated_scan,
@@ -280,6 +285,7 @@ FAMILIES: Sequence[Callable[[Draw], Calls]] = (
     selective_scan,
     selective_state_update,
     ssd_scan,
+    state_copy,
 )
 
 
