@@ -22,7 +22,7 @@ from scan_registry.jax.ffi import (
     in_order,
     outline_of,
 )
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, define
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, Pullback, define
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
     WIDTHS,
@@ -198,23 +198,16 @@ class _CausalConv1d(Operator):
         written = _call(platform, "forward", _inputs(operands), outputs, starts, operands, options)
         return in_order(written, outputs)
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any] | None:
+    def run_adjoint(self, platform: str, of: Pullback, options: Options) -> list[Any] | None:
+        operands, wanted = of.operands, of.wanted
         if not _has_kernels(operands, options):
             return None
         x, weight = operands[0], operands[1]
-        of_y, of_final = (*cotangents, None)[:2]
+        of_y, of_final = of.cotangents_like(x)
         of_state = self._state(operands, options)
         inputs = {
             **_inputs(operands),
-            "y_grad": jnp.zeros_like(x) if of_y is None else of_y,
+            "y_grad": of_y,
             "final_state_grad": of_final,
         }
         outputs: dict[str, Outline | None] = {

@@ -23,7 +23,15 @@ from scan_registry.jax.ffi import (
     in_order,
     outline_of,
 )
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
+from scan_registry.jax.primitives import (
+    FOLD,
+    SHARED,
+    Arrays,
+    Operator,
+    Pullback,
+    compute_dtype,
+    define,
+)
 from scan_registry.kernels.gated_scan.jax_gates import GATES
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.op import calls
@@ -110,24 +118,17 @@ class GatedScan(Operator):
         written = self._call(platform, "forward", inputs, outputs, starts, operands, options)
         return in_order(written, outputs)
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any] | None:
+    def run_adjoint(self, platform: str, of: Pullback, options: Options) -> list[Any] | None:
+        operands, wanted = of.operands, of.wanted
         if not self._has_kernels(platform, operands, options):
             return None
-        first, states = operands[0], results[0]
-        of_states, of_final = (*cotangents, None)[:2]
+        first, states = operands[0], of.results[0]
+        of_states, of_final = of.cotangents_like(states)
         of_state = self._state(operands, options)
         inputs = {
             **self._inputs(operands),
             "states": states,
-            "states_grad": jnp.zeros_like(states) if of_states is None else of_states,
+            "states_grad": of_states,
             "final_state_grad": of_final,
         }
         outputs: dict[str, Outline | None] = {

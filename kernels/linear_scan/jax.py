@@ -23,7 +23,7 @@ from scan_registry.jax.ffi import (
     call_on_gpu,
     outline_of,
 )
-from scan_registry.jax.primitives import BROADCAST, FULL, SHARED, Arrays, Operator, define
+from scan_registry.jax.primitives import BROADCAST, FULL, SHARED, Arrays, Operator, Pullback, define
 from scan_registry.kernels.linear_scan.op import calls
 from scan_registry.kernels.linear_scan.op.layout import KernelCall
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem, state_dtype
@@ -262,17 +262,9 @@ class _LinearScan(Operator):
             added = (added + of_gates * before).astype(states.dtype)
         return scan((gates, added, of_initial, cu_seqlens), options)
 
-    def adjoint(
-        self,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any]:
-        gates, _, initial, cu_seqlens = operands
-        of_states, of_final = self._cotangents(results[0], cotangents)
-        states = of_states if results[0] is None else results[0]
+    def adjoint(self, of: Pullback, options: Options) -> list[Any]:
+        gates, _, initial, cu_seqlens = of.operands
+        states, of_states, of_final = self._states(of)
         dim = options.dim % states.ndim
         compute = state_dtype_of(str(states.dtype))
         broadcast = jnp.broadcast_to(gates.astype(compute), states.shape)
@@ -293,25 +285,18 @@ class _LinearScan(Operator):
                 broadcast, adjoint, of_final, cu_seqlens, dim, options.reverse
             ),
         }
-        return [gradients[i]() for i in wanted]
+        return [gradients[i]() for i in of.wanted]
 
     @staticmethod
-    def _cotangents(states: Any, cotangents: Arrays) -> tuple[Any, Any]:
-        of_states, of_final = (*cotangents, None)[:2]
-        return jnp.zeros_like(states) if of_states is None else of_states, of_final
+    def _states(of: Pullback) -> tuple[Any, Any, Any]:
+        """The states, or what has their shape, and the cotangents of the states and of the final state."""
+        of_states, of_final = of.cotangents_like(of.results[0])
+        return of_states if of.results[0] is None else of.results[0], of_states, of_final
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any] | None:
-        gates, _, initial, cu_seqlens = operands
-        of_states, of_final = self._cotangents(results[0], cotangents)
-        states = of_states if results[0] is None else results[0]
+    def run_adjoint(self, platform: str, of: Pullback, options: Options) -> list[Any] | None:
+        gates, _, initial, cu_seqlens = of.operands
+        states, of_states, of_final = self._states(of)
+        wanted = of.wanted
         if states.size == 0 or options.backend == "reference":
             return None
         if jnp.iscomplexobj(states):  # kernels conjugate factors, and JAX does not
@@ -326,20 +311,18 @@ class _LinearScan(Operator):
             reduction = calls.make_reduction_call(
                 facts[0], facts[1], sequences, options.dim, options.reverse
             )
-        offsets = None if cu_seqlens is None else checks.as_int64(cu_seqlens)
+        in_kernel = 0 in wanted and reduction is None
         inputs = {
             "gates": written_gates(gates, states, call),
-            "states": states if 0 in wanted and reduction is None else None,
+            "states": states if in_kernel else None,
             "states_grad": of_states,
             "initial_state": initial,
             "final_state_grad": of_final,
-            "offsets": offsets,
+            "offsets": None if cu_seqlens is None else checks.as_int64(cu_seqlens),
         }
         of_state = self._state(outline_of(states), cu_seqlens, options)
         outputs = {
-            "gates_grad": (states.shape, str(gates.dtype))
-            if 0 in wanted and reduction is None
-            else None,
+            "gates_grad": (states.shape, str(gates.dtype)) if in_kernel else None,
             "tokens_grad": outline_of(states) if 1 in wanted or reduction is not None else None,
             "initial_state_grad": of_state if 2 in wanted else None,
         }
@@ -348,18 +331,26 @@ class _LinearScan(Operator):
         if written is None:
             return None
         if reduction is not None:
-            inputs = {**inputs, "states": states, "tokens_grad": written["tokens_grad"]}
-            pieces = reduction.problem.reduction().pieces
-            of_sums = {"gates_grad": ((pieces, *gates.shape), of_state[1])}
-            sums = _call(platform, reduction.problem, inputs, of_sums, {}, options)
+            inputs |= {"states": states, "tokens_grad": written["tokens_grad"]}
+            sums = _reduce(platform, reduction.problem, gates, inputs, options)
             if sums is None:
                 return None
-            written["gates_grad"] = sums["gates_grad"].sum(0).astype(gates.dtype)
-        elif 0 in wanted:
+            written["gates_grad"] = sums
+        elif in_kernel:
             written["gates_grad"] = _sum_to(written["gates_grad"], gates.shape)
         names = ("gates_grad", "tokens_grad", "initial_state_grad")
         gradients = [written[names[i]] for i in wanted]
         return [*map(_conjugate, gradients)] if jnp.iscomplexobj(states) else gradients
+
+
+def _reduce(
+    platform: str, problem: LinearScanProblem, gates: Any, inputs: Any, options: Options
+) -> Any | None:
+    """The gradient of gates that steps or channels share; None if no kernel runs on this GPU."""
+    shape = problem.reduction().pieces, *gates.shape
+    outputs = {"gates_grad": (shape, state_dtype_of(str(inputs["states"].dtype)))}
+    sums = _call(platform, problem, inputs, outputs, {}, options)
+    return None if sums is None else sums["gates_grad"].sum(0).astype(gates.dtype)
 
 
 def _call(

@@ -24,7 +24,15 @@ from scan_registry.jax.ffi import (
     gpu,
     outline_of,
 )
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
+from scan_registry.jax.primitives import (
+    FOLD,
+    SHARED,
+    Arrays,
+    Operator,
+    Pullback,
+    compute_dtype,
+    define,
+)
 from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.problem import (
     DTYPES,
@@ -160,22 +168,14 @@ class _SelectiveScan(Operator):
             written = launched
         return [written[name] for name, outline in outputs.items() if outline is not None]
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any] | None:
-        of = Operands(*operands)
+    def run_adjoint(self, platform: str, pullback: Pullback, options: Options) -> list[Any] | None:
+        of, wanted = Operands(*pullback.operands), pullback.wanted
         if not _has_kernels(of, options):
             return None
-        of_out, of_final = (*cotangents, None)[:2]
+        of_out, of_final = pullback.cotangents_like(of.u)
         inputs = {
             **_inputs(of),
-            "out_grad": jnp.zeros_like(of.u) if of_out is None else of_out,
+            "out_grad": of_out,
             "final_grad": of_final,
         }
         if platform == "cpu":
@@ -183,7 +183,7 @@ class _SelectiveScan(Operator):
             function = _function("backward", of, options)
             written = call_on_cpu(function, inputs, outputs)
         else:
-            inputs["checkpoints"] = results[-1]
+            inputs["checkpoints"] = pullback.results[-1]
             launched = _launch_backward(of, options, inputs, platform)
             if launched is None:
                 return None
@@ -193,7 +193,7 @@ class _SelectiveScan(Operator):
             gradient = written[_GRADIENTS[i]]
             if i in (3, 4) and options.dim == -2:
                 gradient = jnp.moveaxis(gradient, 3, 1)
-            gradients.append(gradient.astype(operands[i].dtype))
+            gradients.append(gradient.astype(of[i].dtype))
         return gradients
 
 

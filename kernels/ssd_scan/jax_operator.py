@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,15 @@ from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import packing
 from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, gpu, in_order, outline_of
-from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, compute_dtype, define
+from scan_registry.jax.primitives import (
+    FOLD,
+    SHARED,
+    Arrays,
+    Operator,
+    Pullback,
+    compute_dtype,
+    define,
+)
 from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.problem import (
     CHUNK,
@@ -102,24 +109,15 @@ class _SSDScan(Operator):
         written = _launch("forward", of, options, of._asdict(), outputs)
         return in_order(written, outputs)
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Options,
-    ) -> list[Any] | None:
-        of = Operands(*operands)
+    def run_adjoint(self, platform: str, pullback: Pullback, options: Options) -> list[Any] | None:
+        of = Operands(*pullback.operands)
         if not _has_kernels(platform, of, options):
             return None
-        of_out, of_final = (*cotangents, None)[:2]
-        out_grad = jnp.zeros_like(of.x) if of_out is None else of_out
+        out_grad, of_final = pullback.cotangents_like(of.x)
         inner = out_grad
         if of.z is not None:  # kernels take the gradient of what z gates
             inner = (out_grad * jax.nn.silu(of.z.astype("float32"))).astype(of.x.dtype)
-        written = _launch_backward(of, options, inner, of_final, 8 in wanted)
+        written = _launch_backward(of, options, inner, of_final, 8 in pullback.wanted)
         if written is None:
             return None
 
@@ -132,7 +130,7 @@ class _SSDScan(Operator):
 
         def of_z() -> Any:
             _, pull = jax.vjp(jax.nn.silu, of.z.astype("float32"))
-            return pull(out_grad.astype("float32") * results[-1])[0]
+            return pull(out_grad.astype("float32") * pullback.results[-1])[0]
 
         gradients = (
             lambda: written["x_grad"],
@@ -145,7 +143,7 @@ class _SSDScan(Operator):
             lambda: of_heads[2],
             lambda: written["initial_grad"],
         )
-        return [gradients[i]().astype(operands[i].dtype) for i in wanted]
+        return [gradients[i]().astype(of[i].dtype) for i in pullback.wanted]
 
 
 # --- By kernels -------------------------------------------------------------------------------

@@ -48,6 +48,21 @@ class Derivative(NamedTuple):
     wanted: tuple[int, ...] | None = None
 
 
+class Pullback(NamedTuple):
+    """What gradients are computed from. A cotangent that is None is zero; the gradients of the operands at the places ``wanted``
+    are wanted. Results are None where an operator that is linear in those operands is transposed."""
+
+    operands: Arrays
+    results: Arrays
+    cotangents: Arrays
+    wanted: Sequence[int]
+
+    def cotangents_like(self, array: Any) -> tuple[Any, Any]:
+        """The cotangents of a first result that is like ``array``, and of the final state, which may be None."""
+        first, final = (*self.cotangents, None)[:2]
+        return jnp.zeros_like(array) if first is None else first, final
+
+
 class Operator(Protocol):
     """What a family says of its operator. ``options`` is hashable, and its own.
 
@@ -57,8 +72,7 @@ class Operator(Protocol):
     composed  the results, composed of JAX's operators; differentiable
     saved     which operands, and which results, derivatives need
     tangent   the tangents of the results; a tangent that is None is zero
-    adjoint   the gradients of the operands that are ``wanted``, composed of JAX's operators; cotangents that are None are zero.
-              Results are None where an operator that is linear in those operands is transposed
+    adjoint   the gradients that a pullback wants, composed of JAX's operators
     run_adjoint  the same by the backward kernels, as ``run``
     roles, result_roles  how operands and results take a further dimension of ``vmap``
     bounds    the place of ``cu_seqlens`` among the operands, and how many steps time has; None if there is no such operand.
@@ -100,30 +114,15 @@ class Operator(Protocol):
         primals, dots = zip(*pairs, strict=True)
         return list(jax.jvp(of_active, primals, dots)[1])
 
-    def adjoint(
-        self,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Any,
-    ) -> list[Any]:
+    def adjoint(self, of: Pullback, options: Any) -> list[Any]:
         def of_wanted(*values: Any) -> list[Any]:
-            return self.composed(_with(operands, wanted, values), options)
+            return self.composed(_with(of.operands, of.wanted, values), options)
 
-        outputs, pull = jax.vjp(of_wanted, *(operands[i] for i in wanted))
-        pairs = zip(outputs, cotangents, strict=True)
+        outputs, pull = jax.vjp(of_wanted, *(of.operands[i] for i in of.wanted))
+        pairs = zip(outputs, of.cotangents, strict=True)
         return list(pull([jnp.zeros_like(o) if c is None else c for o, c in pairs]))
 
-    def run_adjoint(
-        self,
-        platform: str,
-        operands: Arrays,
-        results: Arrays,
-        cotangents: Arrays,
-        wanted: Sequence[int],
-        options: Any,
-    ) -> list[Any] | None:
+    def run_adjoint(self, platform: str, of: Pullback, options: Any) -> list[Any] | None:
         return None
 
 
@@ -136,11 +135,9 @@ def _with(operands: Arrays, places: Sequence[int], values: Sequence[Any]) -> Arr
 def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
     """A function of operands and options that calls the operator."""
 
-    def run_adjoint(platform: str, groups: Any, of: Derivative) -> list[Any] | None:
+    def pullback(groups: Any, of: Derivative, platform: str | None = None) -> Pullback:
         operands = _defined(operator, groups, of.options, platform)
-        return operator.run_adjoint(
-            platform, operands, groups[1], groups[2], of.wanted or (), of.options
-        )
+        return Pullback(operands, groups[1], groups[2], of.wanted or ())
 
     def run(platform: str, groups: Any, options: Any) -> list[Any] | None:
         return operator.run(platform, _defined(operator, groups, options, platform), options)
@@ -148,10 +145,10 @@ def define(operator: Operator) -> Callable[[Arrays, Any], list[Any]]:
     adjoint = _Primitive(
         f"{operator.name}_adjoint",
         lambda groups, options: list(options.outlines),
-        run_adjoint,
-        lambda groups, of: operator.adjoint(
-            _defined(operator, groups, of.options), groups[1], groups[2], of.wanted, of.options
+        lambda platform, groups, of: operator.run_adjoint(
+            platform, pullback(groups, of, platform), of.options
         ),
+        lambda groups, of: operator.adjoint(pullback(groups, of), of.options),
     )
     tangent = _Primitive(
         f"{operator.name}_tangent",
