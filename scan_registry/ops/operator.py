@@ -12,9 +12,10 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from scan_registry import kernels
+from scan_registry.base.frozen import dataclass
 from scan_registry.base.suggestion import accepted_words
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.model import Problem
@@ -74,6 +75,25 @@ class KernelCall(Protocol):
 
     def fused(self) -> Any:
         """The problem of a kernel that does what the next one does, too; None if there can be none."""
+
+
+AnyProblem = TypeVar("AnyProblem", bound=Problem)
+
+
+@dataclass(frozen=True)
+class SingleCall(Generic[AnyProblem]):
+    """A part in a call that poses one problem, and the names of the inputs that are copied first."""
+
+    problem: AnyProblem
+    copied: tuple[str, ...] = ()
+
+    def alternatives(self, backend: Backend) -> tuple[tuple[AnyProblem, Backend], ...]:
+        """The problem alone."""
+        return ((self.problem, backend),)
+
+    def fused(self) -> AnyProblem | None:
+        """No kernel of most families does what another one does, too."""
+        return None
 
 
 class ParsedCall(NamedTuple):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.base.alignment import common_alignment
-from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.select import Backend, Decision
+from scan_registry.dispatch.select import Decision
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.kernels.causal_conv1d.op import cpu as causal_conv1d_cpu
 from scan_registry.kernels.causal_conv1d.op.arguments import (
@@ -34,8 +33,9 @@ from scan_registry.kernels.causal_conv1d.problem import (
     layout_of,
 )
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
-from scan_registry.kernels.model import Problem, Variant
+from scan_registry.kernels.model import Variant
 from scan_registry.ops.launching import Run, allocator, plan_cache
+from scan_registry.ops.operator import SingleCall
 from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool, bool]  # the gradients of x, weight, bias and the initial state
@@ -44,19 +44,8 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # --- Problems ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[ConvProblem | ReductionProblem | UpdateProblem]):
     """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first."""
-
-    problem: ConvProblem | ReductionProblem | UpdateProblem
-    copied: tuple[str, ...] = ()
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def _new_strides(x: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.base.tensor_facts import TensorFacts
-from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.gated_scan.kinds import Kind
 from scan_registry.kernels.gated_scan.problem import (
     STRIDED,
@@ -22,6 +21,7 @@ from scan_registry.kernels.gated_scan.problem import (
 )
 from scan_registry.kernels.linear_scan.op.calls import strides_of_state
 from scan_registry.kernels.linear_scan.op.layout import KernelCall as LinearKernelCall
+from scan_registry.ops.operator import SingleCall
 
 #: An input is copied to the strides of the others only if that takes at most so many times the tensor's own size.
 _MOST_ROOM = 2
@@ -30,7 +30,7 @@ Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[GatedScanProblem]):
     """One kernel's part in an operator's call: its problem, and the names of the tensors that are copied first. Strides are in
     the order of the tensors' dimensions.
 
@@ -40,19 +40,10 @@ class KernelCall:
     stand_in  the family and the call that scan gates and tokens where torch's operators compute these
     """
 
-    problem: GatedScanProblem
-    copied: tuple[str, ...] = ()
     inputs: Sizes = (0, 0, 0)
     dense: Sizes = (0, 0, 0)
     direct: bool = True
     stand_in: tuple[str, LinearKernelCall] | None = None
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[GatedScanProblem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """None: no kernel of this family also does the work of another."""
 
 
 def ordered(values: Sequence[int], dim: int) -> Sizes:

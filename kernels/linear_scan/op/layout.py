@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import product
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
+from scan_registry.ops.operator import SingleCall
 
 _FOLDED = 3  # dimensions beside time
 
@@ -31,19 +31,13 @@ class Arrangement:
 
 
 @dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[LinearScanProblem]):
     """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first.
 
     gates_shape  the shape in which gates are written out before the launch, by ``calls.shape_for_channels``; or None
     """
 
-    problem: LinearScanProblem
-    copied: tuple[str, ...]
     gates_shape: tuple[int, ...] | None = None
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[LinearScanProblem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
 
     def fused(self) -> LinearScanProblem | None:
         """The problem of a backward kernel that also sums up the gradient of gates that do not change with

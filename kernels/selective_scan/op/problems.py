@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.select import Backend
-from scan_registry.kernels.model import Problem
 from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.selective_scan.problem import (
@@ -24,24 +21,14 @@ from scan_registry.kernels.selective_scan.problem import (
 )
 from scan_registry.ops.facts import facts_of
 from scan_registry.ops.launching import addresses_of
+from scan_registry.ops.operator import SingleCall
 
 #: Of a GPU that is not there: as many as an H100 has.
 _USUAL_SMS = 132
 
 
-@dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[SelectiveScanProblem]):
     """One kernel's part in an operator's call: its problem. Nothing is copied first."""
-
-    problem: SelectiveScanProblem
-    copied: tuple[str, ...] = ()
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def has_kernels(arguments: Arguments) -> bool:

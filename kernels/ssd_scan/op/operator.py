@@ -56,7 +56,7 @@ class SSDScan(Operator):
         from scan_registry.kernels.ssd_scan.op import calls, problems
 
         if isinstance(call, problems.KernelCall) and call.problem.direction == "backward":
-            return replace(call, problem=calls.cut(call.problem, gpu))
+            return problems.KernelCall(calls.cut(call.problem, gpu), call.copied)
         return call
 
     def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:

@@ -10,11 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from scan_registry.base.frozen import dataclass
 from scan_registry.base.strides import dense_strides
-from scan_registry.dispatch.select import Backend
 from scan_registry.hardware.device import device
-from scan_registry.kernels.model import Problem
 from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.ssd_scan.problem import (
@@ -24,6 +21,7 @@ from scan_registry.kernels.ssd_scan.problem import (
     Direction,
     SSDScanProblem,
 )
+from scan_registry.ops.operator import SingleCall
 
 #: Steps of the least stretch that time is cut into.
 LEAST_STRETCH = 1024
@@ -33,19 +31,8 @@ _FEW_STATES = 128
 _WHOLE = ("x", "B", "C", "z", "out_grad")
 
 
-@dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[SSDScanProblem]):
     """One kernel's part in an operator's call: its problem, and the inputs that are copied first."""
-
-    problem: SSDScanProblem
-    copied: tuple[str, ...] = ()
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def has_kernels(arguments: Arguments) -> bool:

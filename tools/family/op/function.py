@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
-from scan_registry.kernels.model import Problem
 from scan_registry.kernels.scale import reference
 from scan_registry.kernels.scale.spec import FAMILY, ScaleProblem
 from scan_registry.ops.launching import plan_cache
+from scan_registry.ops.operator import SingleCall
 from scan_registry.runtime.loader import prepare, run_reference
 
 __all__ = ["describe", "scale"]
@@ -51,19 +50,8 @@ def check(x: Any, factor: Any) -> None:
         raise TypeError(f"x is {getattr(x, 'dtype', type(x).__name__)}; expected a float32 tensor")
 
 
-@dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[ScaleProblem]):
     """The kernel's part in a call: its problem. It copies nothing."""
-
-    problem: ScaleProblem
-    copied: tuple[str, ...] = ()
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def describe(x: Tensor, factor: int = 2, *, backend: Backend = "auto") -> dict[str, KernelCall]:
