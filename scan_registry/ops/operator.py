@@ -11,7 +11,9 @@ import importlib
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, MethodType
+from functools import wraps
+from inspect import signature
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from scan_registry import kernels
@@ -78,6 +80,8 @@ class KernelCall(Protocol):
 
 
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
+#: By what each is called.
+Calls = TypeVar("Calls", bound=Mapping[str, KernelCall])
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,25 @@ class SingleCall(Generic[AnyProblem]):
     def fused(self) -> AnyProblem | None:
         """No kernel of most families does what another one does, too."""
         return None
+
+
+def describes(
+    function: Callable[..., Any],
+) -> Callable[[Callable[[Any], Calls]], Callable[..., Calls]]:
+    """A decorator of what describes calls of a function: it takes what the function takes, and gets it as one object with a
+    field for each argument."""
+    bind = signature(function).bind
+
+    def decorate(describe: Callable[[Any], Calls]) -> Callable[..., Calls]:
+        @wraps(describe)
+        def described(*args: Any, **kwargs: Any) -> Calls:
+            bound = bind(*args, **kwargs)
+            bound.apply_defaults()
+            return describe(SimpleNamespace(**bound.arguments))
+
+        return described
+
+    return decorate
 
 
 class ParsedCall(NamedTuple):

@@ -15,6 +15,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import normalised
 from scan_registry.kernels.causal_conv1d.op.plans import KernelCall
 from scan_registry.kernels.causal_conv1d.spec import FAMILY, pieces
 from scan_registry.ops.checks import as_bool, as_index, refuse_inference
+from scan_registry.ops.operator import describes
 from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.values import are_checked, check_bounds, check_range, check_rows
 
@@ -255,40 +256,29 @@ def _check_tokens(x: Any, conv_state: Any, weight: Any, cu_seqlens: Any, accepte
         )
 
 
-def describe(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | StateRows | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
-) -> dict[str, KernelCall]:
+@describes(causal_conv1d)
+def describe(call: Any) -> dict[str, KernelCall]:
     """The problems that a call of ``causal_conv1d`` with these arguments poses, by direction; those of derivatives only
     if they are asked for. Nothing is computed."""
-    before = stand_in(initial_state, cu_seqlens is not None, None)
-    wanted: list[Any] = [t is not None and t.requires_grad for t in (x, weight, bias, before)]
-    arguments, options = normalised(
-        *(x, weight, bias, before, seq_idx, cu_seqlens),
-        *(return_final_state, activation, backend),
-    )
+    before = stand_in(call.initial_state, call.cu_seqlens is not None, None)
+    tensors = call.x, call.weight, call.bias, before
+    wanted: list[Any] = [t is not None and t.requires_grad for t in tensors]
+    how = call.return_final_state, call.activation, call.backend
+    arguments, options = normalised(*tensors, call.seq_idx, call.cu_seqlens, *how)
     if arguments.x.numel() == 0:
         return {}
     calls = {"forward": causal_conv1d_plans.make_kernel_call("forward", arguments, options)}
     if any(wanted):
         y_grad = torch.empty_like(arguments.x, device="meta")
-        call = causal_conv1d_plans.make_kernel_call("backward", arguments, options, y_grad)
-        calls["backward"] = call
-        kernel = FAMILY.kernel(call.problem.kernel, "cuda")
+        backward = causal_conv1d_plans.make_kernel_call("backward", arguments, options, y_grad)
+        calls["backward"] = backward
+        kernel = FAMILY.kernel(backward.problem.kernel, "cuda")
         takers = [
-            (kernel.cost(v, call.problem), number, v)
+            (kernel.cost(v, backward.problem), number, v)
             for number, v in enumerate(kernel.variants)
-            if kernel.rules.accepts(v, call.problem) is None
+            if kernel.rules.accepts(v, backward.problem) is None
         ]
         if takers and (wanted[1] or wanted[2]):
-            count = pieces(min(takers)[2], call.problem)  # type: ignore[arg-type]
+            count = pieces(min(takers)[2], backward.problem)  # type: ignore[arg-type]
             calls["reduction"] = causal_conv1d_plans.make_reduction_call(arguments, count)
     return calls

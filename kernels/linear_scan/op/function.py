@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from scan_registry.kernels.linear_scan.op.arguments import Options, normalised
 from scan_registry.kernels.linear_scan.op.autograd import fast_scan, scan
 from scan_registry.kernels.linear_scan.op.problems import make_kernel_call, make_reduction_call
 from scan_registry.ops import operator
+from scan_registry.ops.operator import describes
 from scan_registry.ops.sharded import call_sharded
 
 if TYPE_CHECKING:
@@ -148,24 +149,14 @@ def linear_scan(
     return states if final_state is None else (states, final_state)
 
 
-def describe(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    reset: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> Mapping[str, operator.KernelCall]:
+@describes(linear_scan)
+def describe(call: Any) -> Mapping[str, operator.KernelCall]:
     """The problems that a call of ``linear_scan`` with these arguments poses, by direction; those of
     derivatives only if they are asked for. With ``reset`` they are those of ``gated_scan``, if it has kernels for such
     numbers. Nothing is computed."""
-    options = Options(dim, reverse, return_final_state, backend)
-    differentiable = gates, tokens, initial_state
-    tensors = normalised(*differentiable, cu_seqlens, options)
+    options = Options(call.dim, call.reverse, call.return_final_state, call.backend)
+    differentiable, reset = (call.gates, call.tokens, call.initial_state), call.reset
+    tensors = normalised(*differentiable, call.cu_seqlens, options)
     gates, tokens, initial_state, cu_seqlens, options = tensors
     wanted = [tensor is not None and tensor.requires_grad for tensor in differentiable]
     if reset is not None:

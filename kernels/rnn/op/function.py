@@ -23,6 +23,7 @@ from scan_registry.kernels.rnn.op.arguments import (
     normalised,
 )
 from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
+from scan_registry.ops.operator import describes
 
 __all__ = ["BACKENDS", "describe", "rnn"]
 
@@ -141,32 +142,22 @@ def _present(arguments: NamedTuple) -> list[str]:
     return [name for name, tensor in arguments._asdict().items() if tensor is not None]
 
 
-def describe(
-    Wx: Tensor,
-    R: Tensor,
-    b: Tensor | None,
-    states: Tensor | None = None,
-    *,
-    reset: Tensor | None = None,
-    reset_states: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    function: Function = "lstm",
-    backend: RnnBackend = "auto",
-    gradient_recurrent_cut: bool = False,
-    gradient_recurrent_clipval: float | None = None,
-    forward_clipval: float | None = None,
-) -> dict[str, Pass]:
+@describes(rnn)
+def describe(call: Any) -> dict[str, Pass]:
     """The problems that a call of ``rnn`` with these arguments poses, by direction; that of derivatives
     only if they are asked for; of packed sequences, those of their first batch of rows, which has the longest.
     Nothing is computed."""
-    clips = clips_of(forward_clipval, gradient_recurrent_clipval, gradient_recurrent_cut)
-    resets = Resets(reset, reset_states, cu_seqlens, max_seqlen)
-    arguments, options = normalised(Wx, R, b, states, function, backend, clips, resets)
+    clips = clips_of(
+        call.forward_clipval, call.gradient_recurrent_clipval, call.gradient_recurrent_cut
+    )
+    reset, reset_states, function = call.reset, call.reset_states, call.function
+    resets = Resets(reset, reset_states, call.cu_seqlens, call.max_seqlen)
+    own = call.Wx, call.R, call.b, call.states
+    arguments, options = normalised(*own, function, call.backend, clips, resets)
     if arguments.inputs.numel() == 0:
         return {}
-    wanted = any(t is not None and t.requires_grad for t in (Wx, R, b, states, reset_states))
-    cut = reset_states is not None or backend == "triton"
+    wanted = any(t is not None and t.requires_grad for t in (*own, reset_states))
+    cut = reset_states is not None or call.backend == "triton"
     in_rows = (cut and reset is not None) or resets.packed
     resets_left = reset is not None and not cut
     if in_rows:

@@ -16,6 +16,7 @@ from scan_registry.kernels.selective_scan.op.autograd import fast_scan
 from scan_registry.kernels.selective_scan.op.problems import KernelCall
 from scan_registry.ops.call import unwatched
 from scan_registry.ops.checks import as_bool
+from scan_registry.ops.operator import describes
 from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.sharded import call_sharded
 
@@ -171,31 +172,16 @@ def _scan_rows(
     return scan_rows("selective_scan", rows, scan, along, -1, cu_seqlens, others=others)
 
 
-def describe(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | StateRows | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> dict[str, KernelCall]:
+@describes(selective_scan)
+def describe(call: Any) -> dict[str, KernelCall]:
     """The problems that a call of ``selective_scan`` with these arguments poses, by direction; those of derivatives
     only if they are asked for. Nothing is computed."""
-    before = stand_in(initial_state, cu_seqlens is not None)
-    tensors = u, delta, A, B, C, D, z, delta_bias, before
-    as_bool("return_final_state", return_final_state)
-    arguments = normalised(*tensors, cu_seqlens, delta_softplus, backend)
+    before = stand_in(call.initial_state, call.cu_seqlens is not None)
+    tensors = *(call.u, call.delta, call.A, call.B, call.C), call.D, call.z, call.delta_bias, before
+    as_bool("return_final_state", call.return_final_state)
+    arguments = normalised(*tensors, call.cu_seqlens, call.delta_softplus, call.backend)
     if arguments.u.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in tensors)
-    return selective_scan_problems.describe(
-        arguments, Options(bool(delta_softplus), backend), wanted
-    )
+    options = Options(bool(call.delta_softplus), call.backend)
+    return selective_scan_problems.describe(arguments, options, wanted)

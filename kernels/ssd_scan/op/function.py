@@ -15,6 +15,7 @@ from scan_registry.kernels.ssd_scan.op.autograd import fast_scan, scan
 from scan_registry.kernels.ssd_scan.op.problems import KernelCall
 from scan_registry.ops.call import unwatched
 from scan_registry.ops.checks import as_bool
+from scan_registry.ops.operator import describes
 from scan_registry.ops.pools import StateRows, refuse_checkpoints, scan_rows, stand_in, timed
 from scan_registry.ops.sharded import call_sharded
 
@@ -184,32 +185,14 @@ def _scan_rows(
     return scan_rows("ssd_scan", rows, scan, along, 1, cu_seqlens, others=others)
 
 
-def describe(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | StateRows | None = None,
-    *,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-) -> dict[str, KernelCall]:
+@describes(ssd_scan)
+def describe(call: Any) -> dict[str, KernelCall]:
     """The problems that a call of ``ssd_scan`` with these arguments poses, by direction; those of derivatives only if they
     are asked for. Nothing is computed."""
-    before = stand_in(initial_state, cu_seqlens is not None)
-    tensors = x, dt, A, B, C, D, z, dt_bias, before
-    arguments, options = normalised(
-        *tensors, seq_idx, cu_seqlens, dt_softplus, dt_limit, chunk_size, return_final_state, backend
-    )  # fmt: skip
+    before = stand_in(call.initial_state, call.cu_seqlens is not None)
+    tensors = call.x, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias, before
+    how = call.dt_softplus, call.dt_limit, call.chunk_size, call.return_final_state, call.backend
+    arguments, options = normalised(*tensors, call.seq_idx, call.cu_seqlens, *how)
     if arguments.x.numel() == 0:
         return {}
     wanted = any(t is not None and t.requires_grad for t in tensors)

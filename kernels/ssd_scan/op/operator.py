@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scan_registry.ops.operator import KernelCall, Operator, Option, ParsedCall, described_tensor
