@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.checks import as_bool, refuse_layout, shapes_agree
+from scan_registry.ops.checks import as_bool, check_dense, shapes_agree
 
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REAL_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REAL)
@@ -21,14 +21,6 @@ def as_flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
     return bool(value) if type(value) is int and value in (0, 1) else as_bool(name, value)
-
-
-def check_dense(name: str, value: Any) -> None:
-    """Refuse what is no dense tensor; ``TypeError`` names the argument."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
-        refuse_layout(name, value)
 
 
 def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meaning: str) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import check_dense
 from scan_registry.kernels.rnn.op.function import rnn
 from scan_registry.kernels.rnn.problem import SIZES, RnnBackend
-from scan_registry.ops.checks import described
+from scan_registry.ops.checks import check_dense, described
 
 BACKENDS: dict[str, RnnBackend] = {
     "cuda_fused": "cuda",

@@ -7,12 +7,14 @@ composed ones compute derivatives of derivatives, forward mode and ``torch.func`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from scan_registry.base.environment import flag
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.ops import flops
@@ -108,6 +110,8 @@ class Derivatives:
     others   how many of the tensors have no derivatives, the last ones
     kept     how many tensors are saved after those of the call
     grads    how many results have derivatives
+    shaped   the place of the saved tensor that the first result is like: without a gradient of that, the backward pass gets zeros;
+             None if it needs none
     trains   whether results that are kept for a backward pass are computed on request only
     rules    what maps the operator under ``torch.func``; "" if its composition does, also in forward mode
     node     the function of autograd that calls are recorded as
@@ -133,6 +137,7 @@ class Derivatives:
     others: int
     kept = 1
     grads = 2
+    shaped: int | None = 0
     trains = False
     rules = ""
     node: type[Recorded] = Recorded
@@ -166,7 +171,10 @@ class Derivatives:
 
     def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
         """The gradients of the results, with zeros where the backward pass needs a tensor."""
-        return grads
+        first, *others = grads
+        if first is None and self.shaped is not None:
+            first = torch.zeros_like(saved[self.shaped])
+        return first, *others
 
     def asked_for(self, results: Tensors, options: Any) -> Tensors:
         """The results of the registered operator, without those that were not asked for."""
@@ -210,6 +218,23 @@ class Derivatives:
         return Pass(tuple(args[:saved]), tuple(args[saved:count]), options, wanted)
 
     # Calls.
+
+    def fast_run(
+        self,
+        options: Any,
+        compute: Any,
+        run: Any,
+        results: int | None,
+        recorded: bool,
+        checked: bool,
+    ) -> Callable[..., Any]:
+        """How calls run that have a plan ``compute``: by ``run`` or, if autograd records them, with so many results. ``checked``:
+        while SCAN_REGISTRY_DEBUG is set, their values are checked, and they get None here."""
+        if recorded:
+            run = partial(self.record, (Recording(self, options, compute, results), None))
+        if checked:
+            return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
+        return run  # type: ignore[no-any-return]
 
     def __call__(self, tensors: Tensors, options: Any) -> Tensors:
         """The results of ``normalised`` arguments, differentiable; None for one that is not asked for."""

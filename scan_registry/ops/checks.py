@@ -4,7 +4,7 @@ what is accepted."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -76,6 +76,25 @@ def _may_overlap(tensor: Tensor) -> bool:
                 return True
             extent += (size - 1) * stride
     return False
+
+
+def check_dense(name: str, value: Any) -> None:
+    """Refuse what is no dense tensor; ``TypeError`` names the argument."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        refuse_layout(name, value)
+
+
+def check_tensors(named: Mapping[str, Any]) -> None:
+    """Refuse what are no dense tensors on the device of the first."""
+    first = next(iter(named))
+    for name, value in named.items():
+        check_dense(name, value)
+        if value.device != named[first].device:
+            raise ValueError(
+                f"{name} is on {value.device}, {first} on {named[first].device}; they must be on one device"
+            )
 
 
 def refuse_inference(name: str, state: Any) -> None:
@@ -201,10 +220,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
 
 def check_reset(reset: Any, shape: Sequence[int], device: torch.device) -> None:
     """Raise if ``reset`` is not a bool tensor of ``shape``, which is batch and time, or time alone."""
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"reset must be a torch.Tensor, not {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
+    check_dense("reset", reset)
     if reset.dtype != torch.bool:
         raise TypeError(f"reset has dtype {reset.dtype}; accepted is bool")
     if reset.device != device:

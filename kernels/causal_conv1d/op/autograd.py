@@ -7,14 +7,12 @@ forward mode and ``torch.func`` are computed in plain torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from scan_registry.base.environment import flag
 from scan_registry.kernels.causal_conv1d import reference
 from scan_registry.kernels.causal_conv1d.op import plans
 from scan_registry.kernels.causal_conv1d.op.arguments import (
@@ -27,7 +25,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
 )
 from scan_registry.kernels.causal_conv1d.op.flops import FORMULAS
 from scan_registry.ops import flops
-from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
 from scan_registry.ops.call import fast_path, unobserved, unwatched
 from scan_registry.ops.checks import refuse_mapped
 from scan_registry.ops.registration import register
@@ -66,10 +64,6 @@ class _Derivatives(Derivatives):
 
     def saved(self, ctx: Any, tensors: Tensors, results: Any) -> Tensors:
         return tensors
-
-    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
-        y_grad, last_grad = grads
-        return torch.zeros_like(saved[0]) if y_grad is None else y_grad, last_grad
 
     def plan_backward(self, back: Pass) -> Callable[..., Any]:
         return plans.plan_backward(*back.saved, *back.grads, back.options, back.wanted)
@@ -133,11 +127,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., A
         return None
     with torch.no_grad():
         run = plans.plan_forward(*tensors, how)
-    if recorded:
-        run = partial(OPERATOR.record, (Recording(OPERATOR, how, run), None))
-    if packed:
-        return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
-    return run
+    return OPERATOR.fast_run(how, run, run, None, recorded, packed)
 
 
 _fast_call = fast_path(_plan)

@@ -22,8 +22,8 @@ from scan_registry.ops.checks import (
     check_cu_seqlens,
     check_initial_state,
     check_reset,
+    check_tensors,
     described,
-    refuse_layout,
     shapes_agree,
 )
 from scan_registry.ops.values import check_range
@@ -171,7 +171,7 @@ def normalised(
         )
     required = dict(zip(names, inputs, strict=True))
     optional = {"reset": reset, "initial_state": initial_state, "cu_seqlens": cu_seqlens}
-    _check_tensors({**required, **{name: t for name, t in optional.items() if t is not None}})
+    check_tensors({**required, **{name: t for name, t in optional.items() if t is not None}})
     sequences = {name: required[name] for name in of.inputs}
     first = inputs[0]
     options = _check_options(of, first, options)
@@ -196,20 +196,6 @@ def normalised(
             initial_state = initial_state.expand(of_state)
     tensors = tuple(sequences.values()), parameters, reset, initial_state, cu_seqlens
     return Arguments(*tensors), options
-
-
-def _check_tensors(present: Mapping[str, Any]) -> None:
-    """Raise if an argument is not a dense tensor, or tensors are on several devices."""
-    first = next(iter(present))
-    for name, value in present.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.layout != torch.strided or value.is_nested:
-            refuse_layout(name, value)
-        if value.device != present[first].device:
-            raise ValueError(
-                f"{name} is on {value.device}, {first} on {present[first].device}; they must be on one device"
-            )
 
 
 def _check_options(kind: Kind, first: Tensor, options: Options) -> Options:

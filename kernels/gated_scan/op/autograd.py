@@ -7,18 +7,16 @@ higher derivatives, forward mode and ``torch.func``, with operators that torch d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op import composed, plans
 from scan_registry.kernels.gated_scan.op.arguments import RANGES, Arguments, Options, normalised
 from scan_registry.kernels.gated_scan.op.flops import FORMULAS
-from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
 from scan_registry.ops.call import fast_path
 from scan_registry.ops.strides import lying_as_new
 
@@ -35,7 +33,7 @@ class GatedScan(Recorded):
 class _Derivatives(Derivatives):
     """Of ``Arguments.flat``. Saved are these and the states."""
 
-    options, others, node = Options, 2, GatedScan
+    options, others, node, shaped = Options, 2, GatedScan, None
 
     def forward(self, tensors: Tensors, options: Options, training: bool) -> Outputs:
         return plans.forward(Arguments.of(options.kind, tensors), options)
@@ -134,12 +132,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Tensors) -> Callable[..., A
     with torch.no_grad():
         compute = plans.make_forward(*tensors, how)
     run: Callable[..., Any] = compute if how.final else lambda *tensors: compute(*tensors)[0]
-    if recorded:
-        recording = Recording(OPERATOR, how, compute, None if how.final else 0)
-        run = partial(OPERATOR.record, (recording, None))
-    if checked:
-        return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
-    return run
+    return OPERATOR.fast_run(how, compute, run, None if how.final else 0, recorded, checked)
 
 
 #: The result of ``gated_scan``, from ``Arguments.flat`` and ``Options`` as the caller gives them. None if the fast path does

@@ -11,9 +11,9 @@ from torch import Tensor
 from scan_registry.base.symbols import same_shape
 from scan_registry.kernels.linear_scan.op.arguments import ACCEPTED, COMPILED
 from scan_registry.ops.checks import (
+    check_dense,
     common_shape,
     refuse_inference,
-    refuse_layout,
     refuse_mapped,
     refuse_shared_elements,
 )
@@ -93,10 +93,7 @@ def _is_usual(state: Any, gate: Any, token: Any) -> bool:
 def _check(state: Any, gate: Any, token: Any) -> None:
     named = (("state", state), ("gate", gate), ("token", token))
     for name, tensor in named:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.layout != torch.strided or tensor.is_nested:
-            refuse_layout(name, tensor)
+        check_dense(name, tensor)
         accepted = COMPILED if tensor.is_cuda else ACCEPTED
         if tensor.dtype not in accepted:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)

@@ -15,7 +15,14 @@ from torch import Tensor
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.rnn.problem import SIZES, Clips, Function, RnnBackend, Scope
 from scan_registry.kernels.rnn.reference import compute_dtype
-from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, described, refuse_layout
+from scan_registry.ops.checks import (
+    as_bool,
+    as_index,
+    check_cu_seqlens,
+    check_dense,
+    described,
+    refuse_layout,
+)
 
 BACKENDS: tuple[RnnBackend, ...] = get_args(RnnBackend)
 FUNCTIONS: tuple[Function, ...] = tuple(SIZES)
@@ -101,16 +108,9 @@ def normalised(
     _check_tensors(Wx, R, b, states, resets.reset_states)
     _check_shapes(Wx, R, b, states, function, resets)
     _check_resets(Wx, resets)
-    if (
-        Wx.device.type in ("cpu", "cuda")
-        and not Wx.is_cuda
-        and backend not in ("auto", "reference")
-    ):
-        raise ValueError(f"backend is {backend!r}, which needs a CUDA device; Wx is on {Wx.device}")
     dtype = working_dtype(Wx)
-    if dtype == torch.float64 and Wx.is_cuda and backend not in ("auto", "reference"):
-        names = ", ".join(str(accepted).removeprefix("torch.") for accepted in COMPILED)
-        raise TypeError(f"Wx has dtype {Wx.dtype}; backend {backend!r} accepts {names}")
+    if backend not in ("auto", "reference"):
+        _check_kernels(Wx, dtype, backend)
     of_bias = dtype if dtype == torch.float64 else torch.float32
     heads, dim = Wx.shape[3:]
     if b is None:
@@ -123,6 +123,15 @@ def normalised(
     )
     arguments = Arguments(Wx.to(dtype), R.to(dtype), bias, initial, resets.reset, anew)
     return arguments, Options(function, backend, clips)
+
+
+def _check_kernels(Wx: Tensor, dtype: torch.dtype, backend: str) -> None:
+    """Refuse what no kernel takes."""
+    if Wx.device.type == "cpu":
+        raise ValueError(f"backend is {backend!r}, which needs a CUDA device; Wx is on {Wx.device}")
+    if dtype == torch.float64 and Wx.is_cuda:
+        names = ", ".join(str(accepted).removeprefix("torch.") for accepted in COMPILED)
+        raise TypeError(f"Wx has dtype {Wx.dtype}; backend {backend!r} accepts {names}")
 
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
@@ -161,10 +170,7 @@ def _check_tensors(Wx: Any, R: Any, b: Any, states: Any, reset_states: Any) -> N
     optional = {"b": b, "states": states, "reset_states": reset_states}
     tensors = {"Wx": Wx, "R": R, **{k: v for k, v in optional.items() if v is not None}}
     for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.layout != torch.strided or value.is_nested:
-            refuse_layout(name, value)
+        check_dense(name, value)
         if value.dtype not in ACCEPTED:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)
             raise TypeError(f"{name} has dtype {value.dtype}; accepted are {names}")

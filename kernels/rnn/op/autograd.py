@@ -33,6 +33,7 @@ class _Derivatives(Derivatives):
     and methods that say what it does, compute gradients of the gates, of the initial states and of ``reset_states``."""
 
     options, tensors, others, grads, trains, node = Options, 6, 0, 3, True, Rnn
+    shaped = 2
 
     def flat(self, options: Options) -> tuple[Any, ...]:
         return options.flat()
@@ -71,10 +72,6 @@ class _Derivatives(Derivatives):
 
     def incoming(self, grads: Tensors, options: Options) -> Tensors:
         return grads
-
-    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
-        states_grad, *others = grads
-        return torch.zeros_like(saved[2]) if states_grad is None else states_grad, *others
 
     def plan_backward(self, back: Pass) -> Callable[..., Gradients] | None:
         if back.grads[2] is not None:

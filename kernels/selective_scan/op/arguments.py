@@ -13,7 +13,7 @@ from torch import Tensor
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.ops.checks import as_bool, check_cu_seqlens, described, refuse_layout
+from scan_registry.ops.checks import as_bool, check_cu_seqlens, check_tensors, described
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
 COMPILED = (torch.float32, torch.bfloat16, torch.float16)
@@ -124,15 +124,7 @@ def _check_kernels(present: dict[str, Tensor], backend: str) -> None:
 
 def _check_tensors(present: dict[str, Any], cu_seqlens: Any) -> None:
     named = present if cu_seqlens is None else {**present, "cu_seqlens": cu_seqlens}
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.layout != torch.strided or value.is_nested:
-            refuse_layout(name, value)
-        if value.device != named["u"].device:
-            raise ValueError(
-                f"{name} is on {value.device}, u on {named['u'].device}; they must be on one device"
-            )
+    check_tensors(named)
     _check_dtypes(present)
 
 

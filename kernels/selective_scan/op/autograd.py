@@ -7,13 +7,11 @@ operators that torch differentiates: see ``selective_scan_composed``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.kernels.selective_scan.op import composed, plans
 from scan_registry.kernels.selective_scan.op.arguments import (
     Arguments,
@@ -23,7 +21,7 @@ from scan_registry.kernels.selective_scan.op.arguments import (
     normalised,
 )
 from scan_registry.kernels.selective_scan.op.flops import FORMULAS
-from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
 from scan_registry.ops.call import casting, fast_path
 from scan_registry.ops.strides import lying_as_new
 
@@ -69,10 +67,6 @@ class _Derivatives(Derivatives):
 
     def incoming(self, grads: Tensors, options: Options) -> Tensors:
         return (*grads, None)[:2]
-
-    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
-        out_grad, last_grad = grads
-        return torch.zeros_like(saved[0]) if out_grad is None else out_grad, last_grad
 
     def plan_backward(self, back: Pass) -> Callable[..., Gradients]:
         return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
@@ -156,11 +150,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
         compute = plans.make_forward(*tensors, how, recorded, final)
     which = slice(2) if final else 0
     run: Callable[..., Any] = lambda *tensors: compute(*tensors)[which]  # noqa: E731
-    if recorded:
-        run = partial(OPERATOR.record, (Recording(OPERATOR, how, compute, 2 if final else 0), None))
-    if packed:
-        return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
-    return run
+    return OPERATOR.fast_run(how, compute, run, 2 if final else 0, recorded, packed)
 
 
 #: The output of a call, and the final state if it is asked for, from ``Arguments`` as the caller gives them, and

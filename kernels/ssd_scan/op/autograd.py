@@ -7,13 +7,11 @@ products: see ``composed``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from scan_registry.base.environment import flag
 from scan_registry.kernels.ssd_scan.op import composed, plans
 from scan_registry.kernels.ssd_scan.op.arguments import (
     DIFFERENTIABLE,
@@ -22,7 +20,7 @@ from scan_registry.kernels.ssd_scan.op.arguments import (
     normalised,
 )
 from scan_registry.kernels.ssd_scan.op.flops import FORMULAS
-from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Recording, Tensors
+from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
 from scan_registry.ops.call import casting, fast_path
 
 
@@ -49,10 +47,6 @@ class _Derivatives(Derivatives):
         if ungated is not None and ctx.recording.results is None:
             ctx.mark_non_differentiable(ungated)
         return *tensors, ungated
-
-    def with_zeros(self, ctx: Any, saved: Tensors, grads: Tensors) -> Tensors:
-        out_grad, final_grad = grads
-        return torch.zeros_like(saved[0]) if out_grad is None else out_grad, final_grad
 
     def plan_backward(self, back: Pass) -> Callable[..., Gradients]:
         return plans.make_backward(*back.saved, *back.grads, back.options, back.wanted)
@@ -93,12 +87,7 @@ def _plan(recorded: bool, tensors: Tensors, options: Sequence[Any]) -> Callable[
         return casting(fast_scan, tensors, arguments, tuple(options))
     with torch.no_grad():
         compute = plans.make_forward(*tensors, how, recorded)
-    run: Callable[..., Any] = compute
-    if recorded:
-        run = partial(OPERATOR.record, (Recording(OPERATOR, how, compute, 2), None))
-    if packed:
-        return lambda *tensors: None if flag("SCAN_REGISTRY_DEBUG") else run(*tensors)
-    return run
+    return OPERATOR.fast_run(how, compute, compute, 2, recorded, packed)
 
 
 #: The output, and the final state or None, of a call: from ``Arguments`` as the caller passes them, and ``dt_softplus``, both

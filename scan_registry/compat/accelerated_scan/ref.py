@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import as_flag, check_dense
+from scan_registry.compat.arguments import as_flag
 from scan_registry.kernels.linear_scan.op.function import linear_scan
+from scan_registry.ops.checks import check_dense
 
 Combine = Callable[[Tensor, Tensor], Tensor]
 Like = Callable[[Tensor], Tensor]

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.compat.arguments import as_flag, check_dense, check_initial_states
+from scan_registry.compat.arguments import as_flag, check_initial_states
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d
 from scan_registry.kernels.causal_conv1d.op.function import causal_conv1d_update as _update
-from scan_registry.ops.checks import as_index
+from scan_registry.ops.checks import as_index, check_dense
 from scan_registry.ops.values import check_bounds
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dense, check_dtypes
+from scan_registry.compat.arguments import as_flag, check_dtypes
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
+from scan_registry.ops.checks import check_tensors
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -322,12 +323,7 @@ def _check(named: dict[str, Any], optional: dict[str, Any], taken: int) -> None:
     """Refuse shapes and dtypes that do not fit together, in the names of ``mamba_inner_fn``; operators check A, B and C.
     ``taken`` is how many of B and C come from the projection."""
     present = named | optional
-    for name, value in present.items():
-        check_dense(name, value)
-        if value.device != named["xz"].device:
-            raise ValueError(
-                f"{name} is on {value.device}, xz on {named['xz'].device}; they must be on one device"
-            )
+    check_tensors(present)
     xz, A, ranks = named["xz"], named["A"], named["delta_proj_weight"]
     if xz.dim() != 3 or xz.shape[1] % 2:
         raise ValueError(f"xz has shape {tuple(xz.shape)}; it must be (batch, 2 * channels, time)")

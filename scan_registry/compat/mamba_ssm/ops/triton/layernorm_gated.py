@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from scan_registry.compat.arguments import check_dense
 from scan_registry.nn.gated_norm import GroupNorm, gated_norm
 from scan_registry.nn.gated_norm import RMSNormGated as RMSNorm
+from scan_registry.ops.checks import check_dense
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rmsnorm_fn"]
 

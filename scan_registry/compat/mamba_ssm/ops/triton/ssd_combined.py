@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dense, check_dtypes, check_initial_states
+from scan_registry.compat.arguments import as_flag, check_dtypes, check_initial_states
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
 from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
+from scan_registry.ops.checks import check_dense, check_tensors
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
 
@@ -92,17 +93,7 @@ def mamba_chunk_scan_combined(
     if varlen and cu_seqlens is None:
         raise ValueError("cu_seqlens is None; return_varlen_states needs it")
     check_dense("x", x)
-    if initial_states is not None and cu_seqlens is None:
-        known = isinstance(B, Tensor) and x.dim() == B.dim() == 4
-        shape = (x.shape[0], *x.shape[2:], B.shape[3]) if known else None
-        check_initial_states(initial_states, x, shape, "(batch, heads, size of a head, states)")
-    initial = initial_states
-    if cu_seqlens is not None:
-        if x.dim() and x.shape[0] != 1:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}; with cu_seqlens it must be (1, time, heads, size of a head)"
-            )
-        initial = _before_each(initial_states, cu_seqlens)
+    initial = _initial(x, B, initial_states, cu_seqlens)
     result: Any = ssd_scan(
         *(x, dt, A, B, C, D, z, dt_bias, softplus, dt_limit, initial),
         seq_idx=seq_idx,
@@ -116,6 +107,21 @@ def mamba_chunk_scan_combined(
         return out, states
     after = states.squeeze(0)
     return (out, *([after[-1:]] if final else []), *([after] if varlen else []))
+
+
+def _initial(x: Tensor, B: Any, states: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """The checked initial states, as ``ssd_scan`` takes them."""
+    if cu_seqlens is not None:
+        if x.dim() and x.shape[0] != 1:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; with cu_seqlens it must be (1, time, heads, size of a head)"
+            )
+        return _before_each(states, cu_seqlens)
+    if states is not None:
+        known = isinstance(B, Tensor) and x.dim() == B.dim() == 4
+        shape = (x.shape[0], *x.shape[2:], B.shape[3]) if known else None
+        check_initial_states(states, x, shape, "(batch, heads, size of a head, states)")
+    return states
 
 
 def _before_each(states: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
@@ -240,12 +246,7 @@ def mamba_split_conv1d_scan_combined(
 def _sizes(required: dict[str, Any], optional: dict[str, Any], headdim: Any, ngroups: Any) -> Sizes:
     """Of the block. Refuses shapes and dtypes that do not fit together; operators check the others."""
     present = required | {name: value for name, value in optional.items() if value is not None}
-    for name, value in present.items():
-        check_dense(name, value)
-        if value.device != required["zxbcdt"].device:
-            raise ValueError(
-                f"{name} is on {value.device}, zxbcdt on {required['zxbcdt'].device}; they must be on one device"
-            )
+    check_tensors(present)
     for name, (ranks, shape) in _SHAPES.items():
         if required[name].dim() not in ranks:
             raise ValueError(f"{name} has shape {tuple(required[name].shape)}; it must be {shape}")
