@@ -67,12 +67,10 @@ class Canvas:
             f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{max(width, 1.5):.1f}" height="{height:g}" fill="{color}"/>'
         )
 
-    def box(
-        self, at: Point, width: float, height: float, color: str, *, fill: str = "none"
-    ) -> None:
+    def box(self, at: Point, width: float, height: float, color: str) -> None:
         """The outline of a rectangle with round corners."""
         self.elements.append(
-            f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{width:g}" height="{height:g}" rx="6" fill="{fill}" '
+            f'<rect x="{at[0]:.1f}" y="{at[1]:.1f}" width="{width:g}" height="{height:g}" rx="6" fill="none" '
             f'stroke="{color}" stroke-width="1.5"/>'
         )
 

@@ -80,14 +80,23 @@ def _fall(bounds: Tensor) -> str:
     return f"falls from {before} to {after} at index {place + 1}"
 
 
-def as_int32(name: str, numbers: Tensor) -> Tensor:
-    """In int32. ``ValueError`` for numbers that are none of that, where values are checked."""
-    narrow = numbers.to(torch.int32)
-    if narrow.dtype != numbers.dtype and are_checked(numbers):
-        beyond = numbers[narrow != numbers]
+def as_int32(seq_idx: Tensor) -> Tensor:
+    """``seq_idx`` in int32. ``ValueError`` for numbers that are none of that, where values are checked."""
+    narrow = seq_idx.to(torch.int32)
+    if narrow.dtype != seq_idx.dtype and are_checked(seq_idx):
+        beyond = seq_idx[narrow != seq_idx]
         if len(beyond):
-            raise ValueError(f"{name} has the number {int(beyond[0])}; accepted are those of int32")
+            raise ValueError(
+                f"seq_idx has the number {int(beyond[0])}; accepted are those of int32"
+            )
     return narrow
+
+
+def _are_indices(rows: Any) -> bool:
+    """Whether these are indices whose values are to be checked."""
+    if not isinstance(rows, Tensor) or rows.dtype not in _INTEGERS or rows.dim() != 1:
+        return False
+    return are_checked(rows)
 
 
 def check_rows(
@@ -102,9 +111,7 @@ def check_rows(
     """Refuse row indices that are out of range or, if they have to be ``unique``, occur twice. A negative index stands for no
     row, and so does ``pad_slot``. ``pool`` is what the error calls the state. Arguments of the wrong type or shape are left to
     other checks."""
-    if not isinstance(rows, Tensor) or not isinstance(state, Tensor) or not state.dim():
-        return
-    if rows.dtype not in _INTEGERS or rows.dim() != 1 or not are_checked(rows):
+    if not isinstance(state, Tensor) or not state.dim() or not _are_indices(rows):
         return
     chosen = [row for row in rows.tolist() if row >= 0 and row != pad_slot]
     count = state.shape[0]

@@ -47,12 +47,12 @@ def draw(
     }
 
 
-def drawn_problem(seed: int, most: int = 300) -> dict[str, Any]:
-    """Of any kind: shapes, lengths up to ``most``, options, and tensors that are not there."""
+def drawn_problem(seed: int) -> dict[str, Any]:
+    """Of any kind: shapes, lengths up to 300, options, and tensors that are not there."""
     rng = random.Random(seed)
     groups = rng.choice([1, 1, 2, 3])
     packed = rng.random() < 0.5
-    time = rng.choice([rng.randint(1, 20), rng.randint(1, most)])
+    time = rng.choice([rng.randint(1, 20), rng.randint(1, 300)])
     sequences = rng.randint(1, 6) if packed else 0
     problem = draw(
         rng.randint(1, 2), time, groups * rng.randint(1, 3), rng.randint(1, 9), groups, rng.randint(1, 9),

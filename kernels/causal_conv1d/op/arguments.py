@@ -18,8 +18,8 @@ from scan_registry.ops.checks import (
     as_bool,
     as_index,
     check_cu_seqlens,
+    check_dense,
     described,
-    refuse_layout,
     refuse_shared_elements,
 )
 from scan_registry.ops.values import as_int32
@@ -63,10 +63,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def check_tensor(name: str, value: Any, dtypes: tuple[torch.dtype, ...], x: Any) -> None:
     """Refuse what is no dense tensor of one of the dtypes, on the device of x."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-    if value.layout != torch.strided or value.is_nested:
-        refuse_layout(name, value)
+    check_dense(name, value)
     if value.dtype not in dtypes:
         names = ", ".join(map(_name, dtypes))
         raise TypeError(f"{name} has dtype {_name(value.dtype)}; accepted are {names}")
@@ -162,7 +159,7 @@ def normalised(
             raise ValueError("seq_idx and cu_seqlens are both given; accepted is one of them")
         check_tensor("seq_idx", seq_idx, _INTEGERS, x)
         check_shape("seq_idx", seq_idx, (batch, time), "(batch, time)")
-        seq_idx = as_int32("seq_idx", seq_idx).contiguous()
+        seq_idx = as_int32(seq_idx).contiguous()
     if cu_seqlens is not None:
         check_tensor("cu_seqlens", cu_seqlens, _INTEGERS, x)
         check_cu_seqlens(cu_seqlens, time)

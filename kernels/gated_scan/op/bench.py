@@ -113,11 +113,11 @@ def composed(case: Case) -> Callable[..., Tensor]:
     return run
 
 
-def _hgrn_with(module: str, function: str) -> Callable[[Case], Callable[..., Tensor]]:
+def _hgrn_with(function: str) -> Callable[[Case], Callable[..., Tensor]]:
     def of(case: Case) -> Callable[..., Tensor]:
         import torch
 
-        scan = getattr(importlib.import_module(module), function)
+        scan = getattr(importlib.import_module("fla.ops.hgrn"), function)
 
         def run(x: Tensor, forget: Tensor, lower_bound: Tensor) -> Tensor:
             gate = lower_bound + (1 - lower_bound) * forget.sigmoid()
@@ -192,13 +192,13 @@ COMPILED = Composition("linear_scan composed, torch.compile", composed, True)
 BASELINES = (
     Composition(
         "fla chunk_hgrn",
-        _hgrn_with("fla.ops.hgrn", "chunk_hgrn"),
+        _hgrn_with("chunk_hgrn"),
         kinds=("hgrn",),
         layouts=("channel_last",),
     ),
     Composition(
         "fla fused_recurrent_hgrn",
-        _hgrn_with("fla.ops.hgrn", "fused_recurrent_hgrn"),
+        _hgrn_with("fused_recurrent_hgrn"),
         kinds=("hgrn",),
         layouts=("channel_last",),
     ),

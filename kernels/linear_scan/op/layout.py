@@ -128,18 +128,16 @@ def arrange_with_copies(
     dim: int,
     inputs: Sequence[Sequence[int]],
     dense: Sequence[int],
-    outputs: Sequence[Sequence[int]] = (),
     states: Sequence[Sequence[int]] = (),
 ) -> tuple[Arrangement, tuple[bool, ...]]:
-    """The inputs and ``outputs`` (one of strides ``dense`` by default) as the kernels want them, and
-    which inputs have to be copied to those strides first: as few as possible, the earlier ones rather
-    than the later.
+    """The inputs, and an output of strides ``dense``, as the kernels want them, and which inputs have to be copied to those
+    strides first: as few as possible, the earlier ones rather than the later.
 
     ``dense`` are strides without gaps in any order of the dimensions, which always fit.
     """
     for kept in sorted(product((True, False), repeat=len(inputs)), key=_preference):
         strides = [own if keep else dense for own, keep in zip(inputs, kept, strict=True)]
-        arranged = arrange(shape, dim, [*strides, *(outputs or [dense])], states)
+        arranged = arrange(shape, dim, [*strides, dense], states)
         if arranged is not None:
             return arranged, tuple(not keep for keep in kept)
     raise AssertionError(f"strides {dense} of shape {shape} are not dense")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.ssd_scan import reference
-from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, described, refuse_layout
+from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, check_tensors, described
 from scan_registry.ops.values import as_int32
 
 BACKENDS = ("auto", "cuda", "triton", "reference")
@@ -80,7 +80,7 @@ def normalised(
         return None if tensor is None else tensor.to(wanted)
 
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
-    numbers = None if seq_idx is None else as_int32("seq_idx", seq_idx)
+    numbers = None if seq_idx is None else as_int32(seq_idx)
     arguments = Arguments(
         x, dt if dt.dtype == dtype else dt.to(wide), A.to(wide), B.to(dtype), C.to(dtype), to(D, wide), to(z, dtype),
         to(dt_bias, wide), to(initial_state, wide), numbers, bounds,
@@ -130,15 +130,7 @@ def _check_backend(x: Tensor, backend: str) -> None:
 def _check_tensors(present: dict[str, Any], seq_idx: Any, cu_seqlens: Any) -> None:
     integers = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
     named = {**present, **{name: t for name, t in integers.items() if t is not None}}
-    for name, value in named.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.layout != torch.strided or value.is_nested:
-            refuse_layout(name, value)
-        if value.device != named["x"].device:
-            raise ValueError(
-                f"{name} is on {value.device}, x on {named['x'].device}; they must be on one device"
-            )
+    check_tensors(named)
     for name, value in present.items():
         if value.dtype not in ACCEPTED:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in ACCEPTED)

@@ -46,14 +46,12 @@ def posed(
     )
 
 
-def cheapest(
-    kernel: Kernel, among: Iterable[Variant], problem: GatedScanProblem, sm_count: int = SM_COUNT
-) -> Variant:
+def cheapest(kernel: Kernel, among: Iterable[Variant], problem: GatedScanProblem) -> Variant:
     can = [
         variant
         for variant in among
         if kernel.rules.accepts(variant, problem) is None
-        and kernel.rules.exceeds_residency(variant, problem, sm_count) is None
+        and kernel.rules.exceeds_residency(variant, problem, SM_COUNT) is None
     ]
     return min(can, key=lambda variant: kernel.cost(variant, problem))
 

@@ -137,10 +137,10 @@ def test_a_variant_that_fills_less_of_its_segments_counts_as_slower(
         assert winner.tuned.ms(kernel, str(other)) == 1.1
 
 
-def with_model(tuning: Tuning, sm_count: int = 132) -> Tuning:
+def with_model(tuning: Tuning) -> Tuning:
     """With a model by which segments take a fixed time, and others as long as they have bytes."""
     nothing = dict.fromkeys(COEFFICIENTS, 1e-12)
-    gpu = {"sm_count": sm_count, "bandwidth": 1e9}
+    gpu = {"sm_count": 132, "bandwidth": 1e9}
     registers, segments = {**nothing, "dram": 1.0}, {**nothing, "call": 1.0}
     return replace(tuning, model={"gpu": gpu, "registers": registers, "segments": segments})
 

@@ -219,11 +219,9 @@ def test_compiled_states_lie_as_they_are_promised_to(backend: Any) -> None:
     torch.library.opcheck(OP, (*tensors, None, -1, False, True, backend))
 
 
-def disc(*shape: int, dtype: torch.dtype = REAL) -> Tensor:
+def disc(*shape: int) -> Tensor:
     """Random gates of |gate| ≤ 1."""
-    if dtype.is_complex:
-        return torch.polar(0.9 * torch.rand(shape, dtype=REAL), 6.3 * torch.rand(shape, dtype=REAL))
-    return 1.8 * torch.rand(shape, dtype=dtype) - 0.9
+    return 1.8 * torch.rand(shape, dtype=REAL) - 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
