@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from itertools import product
 
+from scan_registry.base.strides import stride_names
 from scan_registry.kernels.model import Launch, Parameter, Pins, Variant
 from scan_registry.kernels.rnn.problem import (
     DTYPES,
     SIZES,
+    STRIDED,
     Direction,
     RnnProblem,
     Scope,
-    stride_names,
 )
 
 FAMILY_NAME = "rnn"
@@ -68,7 +69,7 @@ def parameters(scope: Scope, direction: Direction, language: str = "cuda") -> tu
     of_pointers = [Parameter(name, "pointer") for name in pointers(scope, direction, language)]
     sizes = ["batch", *(["time"] if scope == "sequence" else []), "heads", "dim"]
     options = ["forward_clip"] if direction == "forward" else ["graded", "recurrent_clip"]
-    names = (*sizes, *options, *stride_names(scope, direction))
+    names = (*sizes, *options, *stride_names(STRIDED[scope, direction]))
     return (*of_pointers, *(Parameter(name, "i64") for name in names))
 
 

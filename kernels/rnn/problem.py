@@ -36,6 +36,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.strides import stride_names
 
 Function = Literal["lstm", "gru", "elman", "slstm"]
 Direction = Literal["forward", "backward"]
@@ -162,17 +163,10 @@ class RnnProblem:
             "forward_clip": float_bits(self.clips.forward),
             "recurrent_clip": float_bits(0.0 if self.clips.recurrent_cut else self.clips.recurrent),
         }
-        values |= dict(zip(stride_names(self.scope, self.direction), self.strides, strict=True))
+        values |= dict(
+            zip(stride_names(STRIDED[self.scope, self.direction]), self.strides, strict=True)
+        )
         return values
-
-
-def stride_names(scope: Scope, direction: Direction) -> tuple[str, ...]:
-    """``states_batch`` and so on, in the kernels' order."""
-    return tuple(
-        f"{tensor}_{dimension}"
-        for tensor, dimensions in STRIDED[scope, direction].items()
-        for dimension in dimensions
-    )
 
 
 def float_bits(value: float) -> int:

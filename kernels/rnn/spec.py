@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 
+from scan_registry.base.strides import stride_names
 from scan_registry.kernels import model
 from scan_registry.kernels.rnn import fused, launches
 from scan_registry.kernels.rnn import problem as problems
@@ -74,7 +75,7 @@ def _triton_kernel(direction: problems.Direction) -> model.Kernel:
             entry=f"sequence_{direction}",
             constants=_triton_constants,
             divisible=lambda variant: frozenset(
-                {*names, "dim", *problems.stride_names("sequence", direction)}
+                {*names, "dim", *stride_names(problems.STRIDED["sequence", direction])}
                 - {"bias", "workspace"}
             ),
             elements=elements,

@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.strides import stride_names
 from scan_registry.kernels.model import ITEM_SIZE
 
 Direction = Literal["forward", "adjoint", "backward"]
@@ -68,15 +69,6 @@ STRIDED: Mapping[Direction, Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("B", "C"), _PROJECTION),
     },
 }
-
-
-def stride_names(direction: Direction) -> tuple[str, ...]:
-    """``u_batch`` and so on, in the kernels' order."""
-    return tuple(
-        f"{tensor}_{dimension}"
-        for tensor, dimensions in STRIDED[direction].items()
-        for dimension in dimensions
-    )
 
 
 @dataclass(frozen=True)
@@ -191,4 +183,4 @@ class SelectiveScanProblem:
             "parts": self.parts,
             "flags": self.softplus | self.whole[0] << 1 | self.whole[1] << 2 | self.forwards << 3,
         }
-        return values | dict(zip(stride_names(self.direction), self.strides, strict=True))
+        return values | dict(zip(stride_names(STRIDED[self.direction]), self.strides, strict=True))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import product, starmap
 from pathlib import Path
 
+from scan_registry.base.strides import stride_names
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import model
 from scan_registry.kernels.selective_scan import problem as problems
@@ -50,7 +51,7 @@ _SIZES = ("batch", "channels", "time", "states", "group_channels", "sequences")
 def parameters(direction: problems.Direction) -> tuple[model.Parameter, ...]:
     """The signature of one kernel."""
     pointers = (model.Parameter(name, "pointer") for name in _POINTERS[direction])
-    integers = (*_SIZES, "parts", "flags", *problems.stride_names(direction))
+    integers = (*_SIZES, "parts", "flags", *stride_names(problems.STRIDED[direction]))
     return (*pointers, *(model.Parameter(name, "i64") for name in integers))
 
 

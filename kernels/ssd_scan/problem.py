@@ -34,6 +34,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.base.strides import stride_names
 
 Direction = Literal["forward", "states", "adjoint", "backward"]
 
@@ -71,15 +72,6 @@ def block_of(state_size: int, dtype: str, shared_memory: int) -> int:
 def most_heads(dtype: str) -> int:
     """The heads that a CTA of the backward pass has memory for."""
     return 16 if dtype == "float32" else 32
-
-
-def stride_names(direction: Direction) -> tuple[str, ...]:
-    """``x_batch`` and so on, in the kernels' order."""
-    return tuple(
-        f"{tensor}_{dimension}"
-        for tensor, dimensions in STRIDED[direction].items()
-        for dimension in dimensions
-    )
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ class SSDScanProblem:
     @property
     def short_strides(self) -> tuple[int, ...]:
         """Those of steps, heads and groups."""
-        names = stride_names(self.direction)
+        names = stride_names(STRIDED[self.direction])
         return tuple(
             stride
             for name, stride in zip(names, self.strides, strict=True)
@@ -169,7 +161,7 @@ class SSDScanProblem:
             "dt_low": float_bits(self.low),
             "dt_high": float_bits(self.high),
         }
-        return values | dict(zip(stride_names(self.direction), self.strides, strict=True))
+        return values | dict(zip(stride_names(STRIDED[self.direction]), self.strides, strict=True))
 
 
 def float_bits(number: float) -> int:

@@ -15,6 +15,7 @@ from functools import partial
 from itertools import product, starmap
 from pathlib import Path
 
+from scan_registry.base.strides import stride_names
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import (
     Code,
@@ -45,7 +46,6 @@ from scan_registry.kernels.ssd_scan.problem import (
     SSDScanProblem,
     block_of,
     most_heads,
-    stride_names,
 )
 
 FAMILY_NAME = "ssd_scan"
@@ -105,7 +105,7 @@ _OWN: dict[Direction, tuple[str, ...]] = {
 def parameters(direction: Direction) -> tuple[Parameter, ...]:
     """The signature of one kernel."""
     own = _OWN.get(direction, ())
-    integers = (*_SIZES, *own, "flags", "dt_low", "dt_high", *stride_names(direction))
+    integers = (*_SIZES, *own, "flags", "dt_low", "dt_high", *stride_names(STRIDED[direction]))
     pointers = (Parameter(name, "pointer") for name in POINTERS[direction])
     return (*pointers, *(Parameter(name, "i64") for name in integers))
 

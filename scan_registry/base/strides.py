@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -14,6 +14,11 @@ def dense_strides(shape: Sequence[int], order: Sequence[int] | None = None) -> t
         # A symbol of torch.compile stands for a size whose value may not be known yet.
         step *= max(1, size) if isinstance(size, int) else size
     return tuple(strides)
+
+
+def stride_names(strided: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """``x_batch`` and so on: the strides of tensors' dimensions, in order, as parameters of kernels are called."""
+    return tuple(f"{name}_{axis}" for name, dimensions in strided.items() for axis in dimensions)
 
 
 def memory_order(strides: Sequence[int]) -> list[int]:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.base.strides import stride_names
 from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.selective_scan.problem import (
+    STRIDED,
     Direction,
     SelectiveScanProblem,
-    stride_names,
 )
 from scan_registry.ops.facts import facts_of
 from scan_registry.ops.launching import addresses_of
@@ -124,7 +125,7 @@ def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveSca
             time=arguments.u.shape[2],
             states=arguments.A.shape[1],
             groups=1,
-            strides=(0,) * len(stride_names(direction)),
+            strides=(0,) * len(stride_names(STRIDED[direction])),
             constant=2 in (arguments.B.dim(), arguments.C.dim()),
         )
 
