@@ -16,10 +16,6 @@ _tracing = torch.compiler.is_dynamo_compiling
 def surely(condition: Any) -> bool:
     """Whether it holds; False where that depends on values not known yet."""
     if _tracing() or isinstance(condition, torch.SymBool):
-        from torch.fx.experimental import symbolic_shapes
-
-        if hasattr(symbolic_shapes, "guard_or_false"):
-            return symbolic_shapes.guard_or_false(condition)
         return _guarded(condition, False)
     return bool(condition)
 
@@ -27,24 +23,24 @@ def surely(condition: Any) -> bool:
 def perhaps(condition: Any) -> bool:
     """Whether it holds; True where that depends on values not known yet."""
     if _tracing() or isinstance(condition, torch.SymBool):
-        from torch.fx.experimental import symbolic_shapes
-
-        if hasattr(symbolic_shapes, "guard_or_true"):
-            return symbolic_shapes.guard_or_true(condition)
         return _guarded(condition, True)
     return bool(condition)
 
 
 def _guarded(condition: Any, otherwise: bool) -> bool:
-    """Whether ``condition`` holds, in releases of torch without ``guard_or_false`` and ``guard_or_true``.
+    """Whether a symbolic condition holds; ``otherwise`` where that depends on values not known yet.
 
-    While such a release traces Python, it takes an unknown size to be 2 or more, and raises if that does not decide the
-    condition.
+    While a release of torch without ``guard_or_false`` and ``guard_or_true`` traces Python, it takes an unknown size to be 2 or
+    more, and raises if that does not decide the condition.
     """
-    if _tracing():
-        from torch.fx.experimental.symbolic_shapes import guard_size_oblivious
+    from torch.fx.experimental import symbolic_shapes
 
-        return guard_size_oblivious(condition)
+    if hasattr(symbolic_shapes, "guard_or_false"):
+        if otherwise:
+            return symbolic_shapes.guard_or_true(condition)
+        return symbolic_shapes.guard_or_false(condition)
+    if _tracing():
+        return symbolic_shapes.guard_size_oblivious(condition)
     return bool(condition) if condition.node.has_hint() else otherwise
 
 
