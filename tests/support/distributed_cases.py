@@ -163,6 +163,18 @@ def _compare_with(
             close(grad, part(of_whole, case, ranks, rank))
 
 
+def check_outputs(out: Tensor, last: Tensor, x: Tensor) -> None:
+    """They can be changed in place, and what is kept for the backward pass keeps no more memory than it has."""
+    node: Any = out.grad_fn
+    for kept in node.saved_tensors:
+        assert kept is None or kept.untyped_storage().nbytes() == kept.nbytes
+    (wanted,) = torch.autograd.grad(out.sum() + last.sum(), x, retain_graph=True)
+    out += 1
+    last *= 1
+    (gradient,) = torch.autograd.grad(out.sum() + last.sum(), x)
+    assert torch.equal(gradient, wanted)
+
+
 def compare_parts(
     rank: int,
     ranks: int,

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from layers import FEATURES
 from networks import MAMBA, MODULES, PROJECTED, output
+from threading_calls import in_threads
 from torch import Tensor
 from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -223,11 +223,7 @@ def test_threads(name: str) -> None:
                 if not torch.allclose(one, two, rtol=1e-4, atol=1e-5)
             )  # fmt: skip
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work)
     assert not wrong
 
 

@@ -5,8 +5,8 @@ What is composed of operators stands for a loop over time here: a test without a
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from graphs import recorded
 from planning import forget_plans
+from threading_calls import in_threads
 from torch import Tensor
 
 from scan_registry import gated_scan, hgrn, linear_scan, min_gru, min_lstm, rg_lru
@@ -336,11 +337,7 @@ def test_two_streams_and_threads() -> None:
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(*(partial(work, seed) for seed in range(2)))
     assert not failures
 
 

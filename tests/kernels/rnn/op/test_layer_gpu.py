@@ -4,13 +4,13 @@ against itself composed of operators; in graphs, on streams and in threads."""
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any
 
 import pytest
 import torch
 from graphs import recorded
 from pretending import flat
+from threading_calls import in_threads
 from torch import Tensor
 
 from scan_registry import nn
@@ -205,11 +205,7 @@ def test_on_several_streams_and_threads(kind: str, taken: list[bool]) -> None:
                 stream.synchronize()
                 wrong.extend(e for e in [error(found[0], expected[0])] if e > 1e-5)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work, work)
     assert not wrong
     assert all(taken)
 

@@ -5,13 +5,13 @@ What is composed of scans stands for a loop over time here: a test without a GPU
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from graphs import recorded
 from planning import forget_plans
+from threading_calls import in_threads
 from torch import Tensor
 
 import scan_registry
@@ -325,11 +325,7 @@ def test_every_stream_and_two_threads() -> None:
             torch.cuda.current_stream().synchronize()
 
     torch.cuda.synchronize()
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work)
     assert len(found) == 20
     for each in found:
         for one, other in zip(each, expected, strict=True):
