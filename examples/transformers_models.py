@@ -367,7 +367,8 @@ def save(options: Any, record: Mapping[str, Any]) -> None:
         options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
+    """The options, with the size of the model and the shape of its input."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=INSTALLED)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -399,11 +400,16 @@ def main() -> int:
         and options.graphs != [model_steps.EAGER]
     ):
         parser.error(f"--graphs needs a GPU, but for --graphs {model_steps.EAGER}")
-    # Whose rounding is larger than the differences of losses.
-    torch.backends.cudnn.allow_tf32 = False
     options.size, options.shape = SIZES[options.model], (2 if options.model in SECOND else 8, 512)
     if options.quick:
         options.size, options.shape = (32, options.size[1], 64), (2, 16)
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    # Whose rounding is larger than the differences of losses.
+    torch.backends.cudnn.allow_tf32 = False
     if options.graphs is not None:
         save(options, record(options, {}, measure_ways(options), {}))
         return 0

@@ -253,9 +253,7 @@ class UpdateProblem:
     def vector(self) -> int:
         """Channels of a thread: four that lie together, if the kernel has a way for their rows of the state; else one."""
         x, state, y = self.strides
-        alone = self.time == 1 and not self.sequences and self.in_order
-        by_rows = alone and state.time == 1 and state.channel == self.length in (3, 4)
-        together = x.channel == y.channel == 1 and (state.channel == 1 or by_rows)
+        together = x.channel == y.channel == 1 and (state.channel == 1 or self._has_whole_rows)
         size = 4 if self.wide_weights else ITEM_SIZE[self.dtype]
         fits = self.width == 4 and self.alignment >= 4 * size
         outside = [(self.batch, x.batch), (self.batch, y.batch), (self.slots, state.batch)]
@@ -264,6 +262,14 @@ class UpdateProblem:
             outside.append((self.length, state.time))
         whole = all(stride % 4 == 0 for count, stride in outside if count > 1)
         return 4 if together and fits and whole and self.channels % 4 == 0 else 1
+
+    @property
+    def _has_whole_rows(self) -> bool:
+        """Whether one step reads a channel's inputs, three or four in order, as they lie together."""
+        alone = self.time == 1 and not self.sequences and self.in_order
+        return (
+            alone and self.strides[1].time == 1 and self.strides[1].channel == self.length in (3, 4)
+        )
 
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""

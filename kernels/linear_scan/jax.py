@@ -296,7 +296,6 @@ class _LinearScan(Operator):
     def run_adjoint(self, platform: str, of: Pullback, options: Options) -> list[Any] | None:
         gates, _, initial, cu_seqlens = of.operands
         states, of_states, of_final = self._states(of)
-        wanted = of.wanted
         if states.size == 0 or options.backend == "reference":
             return None
         if jnp.iscomplexobj(states):  # kernels conjugate factors, and JAX does not
@@ -305,27 +304,28 @@ class _LinearScan(Operator):
         call = kernel_call(
             "backward", outline_of(gates), outline_of(states), sequences, options, platform
         )
+        names = ("gates_grad", "tokens_grad", "initial_state_grad")
+        outputs_of = {names[i] for i in of.wanted}
         reduction = None
-        if 0 in wanted and gates.shape != states.shape:
+        if "gates_grad" in outputs_of and gates.shape != states.shape:
             facts = [facts_of(array, platform) for array in (gates, states)]
             reduction = calls.make_reduction_call(
                 facts[0], facts[1], sequences, options.dim, options.reverse
             )
-        in_kernel = 0 in wanted and reduction is None
+        if reduction is not None:  # reads the tokens' gradient
+            outputs_of = outputs_of - {"gates_grad"} | {"tokens_grad"}
         inputs = {
             "gates": written_gates(gates, states, call),
-            "states": states if in_kernel else None,
+            "states": states if "gates_grad" in outputs_of else None,
             "states_grad": of_states,
             "initial_state": initial,
             "final_state_grad": of_final,
             "offsets": None if cu_seqlens is None else checks.as_int64(cu_seqlens),
         }
         of_state = self._state(outline_of(states), cu_seqlens, options)
-        outputs = {
-            "gates_grad": (states.shape, str(gates.dtype)) if in_kernel else None,
-            "tokens_grad": outline_of(states) if 1 in wanted or reduction is not None else None,
-            "initial_state_grad": of_state if 2 in wanted else None,
-        }
+        outlines = (states.shape, str(gates.dtype)), outline_of(states), of_state
+        pairs = zip(names, outlines, strict=True)
+        outputs = {name: outline if name in outputs_of else None for name, outline in pairs}
         starts = {"initial_state_grad": packing.leaving(of_final, *of_state, cu_seqlens)}
         written = _call(platform, call.problem, inputs, outputs, starts, options)
         if written is None:
@@ -336,10 +336,9 @@ class _LinearScan(Operator):
             if sums is None:
                 return None
             written["gates_grad"] = sums
-        elif in_kernel:
+        elif "gates_grad" in outputs_of:
             written["gates_grad"] = _sum_to(written["gates_grad"], gates.shape)
-        names = ("gates_grad", "tokens_grad", "initial_state_grad")
-        gradients = [written[names[i]] for i in wanted]
+        gradients = [written[names[i]] for i in of.wanted]
         return [*map(_conjugate, gradients)] if jnp.iscomplexobj(states) else gradients
 
 

@@ -140,18 +140,9 @@ class Trial(cases.Trial):
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
         low, high = _limits(self.setting)
-        tensors = dict(self.inputs)
-        large = states > SMALL_BLOCK and self.dtype != "float32"
-        splits, block = 1, BLOCK if large else SMALL_BLOCK
-        if not aligned:
-            placed = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
-            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in placed.items()}
-            block = SMALL_BLOCK
-            if direction == "backward":
-                splits = min(2, heads // groups)
-        # Handed on in the problem's dtype by the kernels before.
-        for name in ("states", "adjoints"):
-            tensors[name] = self.expected[name].to(there(tensors["x"]).dtype)
+        tensors = self._inputs(aligned)
+        large = states > SMALL_BLOCK and self.dtype != "float32" and aligned
+        in_splits = direction == "backward" and not aligned
         cu_seqlens = self.inputs["cu_seqlens"]
         problem = SSDScanProblem(
             direction=direction,
@@ -174,8 +165,8 @@ class Trial(cases.Trial):
             low=low,
             high=high,
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,
-            splits=splits,
-            block=block,
+            splits=min(2, heads // groups) if in_splits else 1,
+            block=BLOCK if large else SMALL_BLOCK,
         )
         names = [name for name in OUTPUTS[direction] if aligned or name not in _OPTIONAL]
         expected = {n: self.expected[n] for n in names if n in self.expected}
@@ -183,6 +174,16 @@ class Trial(cases.Trial):
         for name, value in expected.items():
             tensors[name] = self._poisoned(name, value, problem)
         return Case(problem, tensors, expected, self.occupied, self.terms)
+
+    def _inputs(self, aligned: bool) -> dict[str, Tensor | None]:
+        tensors = dict(self.inputs)
+        if not aligned:
+            placed = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
+            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in placed.items()}
+        # Handed on in the problem's dtype by the kernels before.
+        for name in ("states", "adjoints"):
+            tensors[name] = self.expected[name].to(there(tensors["x"]).dtype)
+        return tensors
 
     def _poisoned(self, name: str, like: Tensor, problem: SSDScanProblem) -> Tensor:
         """Memory for an output, full of NaN."""

@@ -15,6 +15,8 @@ from scan_registry.diagnostics.doctor_report import (
     Answer,
     CacheState,
     Coverage,
+    Finding,
+    Installation,
     ProviderState,
     Report,
 )
@@ -32,8 +34,20 @@ its first use; reference: plain torch; none: the call raises NoKernelError; –:
 
 def show_report(report: Report) -> None:
     console = screen()
-    here = report.installation
+    _print_installation(console, report.installation)
+    for gpu in report.gpus:
+        _print_gpu(console, gpu)
+    if report.gpus:
+        say(console, LEGEND, "dim")
+    for finding in report.findings:
+        _print_finding(console, finding)
+    first = None if report.passed else report.first
+    if first:
+        say(console, f"\nTo do first: {first.remedies[0]}", "bold")
+    say(console, f"\n{_verdict(report)}")
 
+
+def _print_installation(console: Console, here: Installation) -> None:
     console.print(f"[bold]scan-registry {here.version}[/]")
     say(console, f"python     {here.python}")
     say(console, f"torch      {here.torch or 'not installed'}")
@@ -49,23 +63,18 @@ def show_report(report: Report) -> None:
     for provider in here.providers:
         for subject, reason in provider.denied.items():
             say(console, f"{provider.name} {provider.version}: {subject}: {reason}")
-    for gpu in report.gpus:
-        _print_gpu(console, gpu)
-    if report.gpus:
-        say(console, LEGEND, "dim")
-    for finding in report.findings:
-        console.print()
-        style = "bold red" if finding.severity == "error" else "bold"
-        head = f"[{style}]{finding.severity}:[/] {escape(finding.about)}: {escape(finding.text)}"
-        console.print(head)
-        for reason in finding.reasons:
-            say(console, f"    {reason}")
-        for remedy in finding.remedies:
-            say(console, f"  → {remedy}")
-    first = None if report.passed else report.first
-    if first:
-        say(console, f"\nTo do first: {first.remedies[0]}", "bold")
-    say(console, f"\n{_verdict(report)}")
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    console.print()
+    style = "bold red" if finding.severity == "error" else "bold"
+    console.print(
+        f"[{style}]{finding.severity}:[/] {escape(finding.about)}: {escape(finding.text)}"
+    )
+    for reason in finding.reasons:
+        say(console, f"    {reason}")
+    for remedy in finding.remedies:
+        say(console, f"  → {remedy}")
 
 
 def _verdict(report: Report) -> str:

@@ -109,27 +109,10 @@ def run(args: argparse.Namespace) -> int:
             "`scan-registry doctor` shows what each kernel gets"
         )
     try:
-        operator = _operator(args)
-        dtype = DTYPES[known("--dtype", args.dtype, [*DTYPES])]
-        known("--backend", args.backend, operator.backends)
-        if args.require is not None:
-            known("--require", args.require, [*policy.LEVELS])
-        _check_options(operator, args)
-        shape = parse_shape("--shape", args.shape)
-        parsed, there = operator.parse(dtype, shape, args), _system(args)
-        with policy.require(args.require or "reference"):
-            policy.lowest()  # raises for an unknown level, on the CPU too
-            explanation = explain_for(
-                *(there, operator.name, *parsed.args), **parsed.kwargs, backend=args.backend
-            )
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # of the operator's own checks, too, or of SCAN_REGISTRY_REQUIRE
+        there, explanation, call = _explained(args)
+    except (TypeError, ValueError) as error:  # of the operator's checks, too, and of the policy's
         raise UsageError(str(error)) from error
-    explanation = replace(explanation, driver_is_assumed=bool(args.arch) and args.driver is None)
     if args.json:
-        call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
         print(json.dumps(document(explanation, call), indent=2))
     else:
         console = screen()
@@ -142,6 +125,26 @@ def run(args: argparse.Namespace) -> int:
     if damage:
         return 2
     return 0 if explanation.runs else 1
+
+
+def _explained(args: argparse.Namespace) -> tuple[System, Explanation, dict[str, Any]]:
+    """For what system, the explanation, and the call as a document has it."""
+    operator = _operator(args)
+    dtype = DTYPES[known("--dtype", args.dtype, [*DTYPES])]
+    known("--backend", args.backend, operator.backends)
+    if args.require is not None:
+        known("--require", args.require, [*policy.LEVELS])
+    _check_options(operator, args)
+    shape = parse_shape("--shape", args.shape)
+    parsed, there = operator.parse(dtype, shape, args), _system(args)
+    with policy.require(args.require or "reference"):
+        policy.lowest()  # raises for an unknown level, on the CPU too
+        explanation = explain_for(
+            *(there, operator.name, *parsed.args), **parsed.kwargs, backend=args.backend
+        )
+    explanation = replace(explanation, driver_is_assumed=bool(args.arch) and args.driver is None)
+    call = {"dtype": dtype, "shape": list(shape), "backend": args.backend, **parsed.record}
+    return there, explanation, call
 
 
 def _damage(archive: Archive) -> str | None:

@@ -98,6 +98,14 @@ def coverage(
     return Coverage(there.device, ordinal, tuple(answers), tuple(tuned))
 
 
+def _severity(tier: Tier | None, backend: str, left: bool, counts: bool) -> Severity:
+    """Of what falls on a tier; ``left``: no wheel holds it; ``counts``: even then a call that raises is an error."""
+    raises = tier is None and backend == "auto"
+    if left and not (raises and counts):
+        return _SEVERITY_OF_LEFT.get(tier, "warning")
+    return _SEVERITY[tier] if backend == "auto" else "warning"
+
+
 def lacks(
     coverage: Coverage,
     there: System,
@@ -123,14 +131,8 @@ def lacks(
         for (tier, left, never), numbers in groups.items():
             group = _Group(there, backend, lowest, tier, tuple(samples[n] for n in numbers), never)
             kernels = listed([answers[n] for n in numbers], [*answers.values()])
-            raises = tier is None and backend == "auto"
-            severity: Severity = "warning"
-            if left and not (raises and (never or without_exception)):
-                severity = _SEVERITY_OF_LEFT.get(tier, "warning")
-            elif backend == "auto":
-                severity = _SEVERITY[tier]
             yield Finding(
-                severity,
+                _severity(tier, backend, left, never or without_exception),
                 coverage.name,
                 f"{outcome(group.device, backend, tier)}{'; no wheel holds it' if left else ''}: {kernels}{group.stand_ins()}",
                 tuple(dict.fromkeys(group.remedies())),

@@ -355,20 +355,15 @@ def _batch(
     size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     derivative = options if isinstance(options, Derivative) else None
     wanted = None if derivative is None else derivative.wanted
-    inner = operator.roles if wanted is None else operator.result_roles
-    groups = zip((operator.roles, operator.result_roles, inner), present, strict=False)
-    roles = [
-        role for group, there in groups for role, here in zip(group, there, strict=False) if here
-    ]
+    roles = _roles(operator, present, wanted is not None)
     of_results = operator.result_roles if wanted is None else [operator.roles[i] for i in wanted]
-    fits = all(d is None or role != SHARED for d, role in zip(dims, roles, strict=True))
-    fits = fits and operator.folds(grouped(arrays, present)[0])
-    if not fits or (wanted is not None and SHARED in of_results):
+    shared = any(d is not None and role == SHARED for d, role in zip(dims, roles, strict=True))
+    shared |= wanted is not None and SHARED in of_results
+    if shared or not operator.folds(grouped(arrays, present)[0]):
         return _one_by_one(of, arrays, dims, present, options)
-    batched = [
-        _further(array, d, size, FULL if role == BROADCAST and wanted is not None else role)
-        for array, d, role in zip(arrays, dims, roles, strict=True)
-    ]
+    if wanted is not None:
+        roles = [FULL if role == BROADCAST else role for role in roles]
+    batched = [_further(*own, size) for own in zip(arrays, dims, roles, strict=True)]
     if derivative is not None:
         pairs = zip(derivative.outlines, of_results, strict=False)
         further = tuple(_further_outline(*outline, size, role) for outline, role in pairs)
@@ -381,7 +376,16 @@ def _batch(
     return apart, [0] * len(apart)
 
 
-def _further(array: Any, d: int | None, size: int, role: str) -> Any:
+def _roles(operator: Operator, present: Any, adjoint: bool) -> list[str]:
+    """Those of all arrays of a primitive: operands, results, and tangents or, of an adjoint, cotangents."""
+    inner = operator.result_roles if adjoint else operator.roles
+    groups = zip((operator.roles, operator.result_roles, inner), present, strict=False)
+    return [
+        role for group, there in groups for role, here in zip(group, there, strict=False) if here
+    ]
+
+
+def _further(array: Any, d: int | None, role: str, size: int) -> Any:
     """An array with the further dimension in its role; ``d`` is where it has it, or None."""
     if role == SHARED:
         return array

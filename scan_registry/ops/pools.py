@@ -154,6 +154,21 @@ def _unpacked(states: Tensor, dim: int | None) -> Tensor:
 # --- Scans ------------------------------------------------------------------------------------
 
 
+def _sequences(named: Mapping[str, Any], dim: int, cu_seqlens: Any) -> int:
+    """How many sequences there are; the first of the tensors has the batches, and time along ``dim``."""
+    passed = dict(named) if cu_seqlens is None else {**named, "cu_seqlens": cu_seqlens}
+    for name, tensor in passed.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    name, first = next(iter(named.items()))
+    if first.dim() < 2:
+        raise ValueError(f"{name} has shape {tuple(first.shape)}; it needs batch and time")
+    if cu_seqlens is None:
+        return int(first.shape[0])
+    check_cu_seqlens(cu_seqlens, first.shape[dim])
+    return int(cu_seqlens.shape[0]) - 1
+
+
 def scan_rows(
     operator: str,
     rows: StateRows,
@@ -175,20 +190,7 @@ def scan_rows(
         raise TypeError(f"{operator} takes tensors with a time dimension; passed is {passed}")
     first, dim = next(iter(timed.values()))
     named = {_public(name): tensor for name, (tensor, _) in timed.items()}
-    for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
-    if first.dim() < 2:
-        raise ValueError(
-            f"{next(iter(named))} has shape {tuple(first.shape)}; it needs batch and time"
-        )
-    sequences = first.shape[0]
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
-        check_cu_seqlens(cu_seqlens, first.shape[dim])
-        sequences = cu_seqlens.shape[0] - 1
-    _check(operator, rows, sequences, named, others)
+    _check(operator, rows, _sequences(named, dim, cu_seqlens), named, others)
     packed = cu_seqlens is not None
     states = rows.read()
     states = _packed(states, sequences_dim) if packed else states

@@ -24,6 +24,15 @@ BROADCAST = ((), (), (), ("time",), ("outer", "batch", "time"), ("batch",), ("ch
 SMALLEST = 14  # SMs
 
 
+def padded(layout: str, batch: int, channels: int, time: int, pad: int) -> Strides:
+    """Of sequences whose rows along the contiguous dimension have gaps of ``pad`` elements."""
+    if layout == "time_last":
+        item = time + pad
+        return Strides(batch * channels * item, channels * item, item, 1)
+    item = channels + pad
+    return Strides(batch * time * item, time * item, 1, item)
+
+
 def problems(count: int) -> Iterator[LinearScanProblem]:
     """Of all sizes, evenly by their logarithms, and with all options."""
     draw = random.Random(20261127)
@@ -35,10 +44,7 @@ def problems(count: int) -> Iterator[LinearScanProblem]:
         if draw.random() < 0.6:
             time, channels = -(-time // 16) * 16, -(-channels // 16) * 16
         outer, pad = draw.choice((1, 1, 1, 2)), draw.choice((0, 0, 0, 3))
-        row, unit = (time, 1) if layout == "time_last" else (1, channels)
-        item = (channels if row == 1 else row) + pad
-        whole = channels * item if layout == "time_last" else time * item
-        full = Strides(batch * whole, whole, item if unit == 1 else 1, 1 if unit == 1 else item)
+        full = padded(layout, batch, channels, time, pad)
         broadcast = draw.choice(BROADCAST) if dtype == gates else ()
         strides = dict.fromkeys(STRIDED[direction], full)
         for name in ("gates", "gates_grad"):

@@ -146,16 +146,21 @@ class Workers:
                 for worker in alive:
                     os.kill(worker.pid, signal.SIGKILL)
             elif alive and kills:
-                busy = {job.pid for job in self.compiles() if job.end is None}
-                victims = [w for w in alive if w.pid in busy] if kills % 2 else alive
-                if victims and all(worker.killed is None for worker in victims):
-                    kills -= 1
-                    victim = chance.choice(victims)
-                    victim.killed = time.monotonic_ns()
-                    os.kill(victim.pid, signal.SIGKILL)
+                kills -= self._kill_one(alive, chance, only_compiling=kills % 2 == 1)
         reports = {record["pid"]: record for record in map(json.loads, _lines(self.reports))}
         for worker in self.all:
             worker.report = reports.get(worker.pid, {})
+
+    def _kill_one(self, alive: list[Worker], chance: random.Random, only_compiling: bool) -> bool:
+        """Whether one was killed: not where none compiles, or while one that was killed is still there."""
+        busy = {job.pid for job in self.compiles() if job.end is None}
+        victims = [w for w in alive if w.pid in busy] if only_compiling else alive
+        if not victims or any(worker.killed is not None for worker in victims):
+            return False
+        victim = chance.choice(victims)
+        victim.killed = time.monotonic_ns()
+        os.kill(victim.pid, signal.SIGKILL)
+        return True
 
 
 def _append(path: Path, line: str) -> None:

@@ -32,12 +32,12 @@ def run(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> None
 
     def view(name: str) -> Tensor | None:
         tensor = tensors.get(name)
-        if tensor is None or name in ("offsets", "parameters", "parameters_grad"):
-            assert tensor is None or tensor.is_contiguous()
+        if tensor is None:
+            return None
+        if name in ("offsets", "parameters", "parameters_grad"):
+            assert tensor.is_contiguous()
             per_channel = problem.parameters, problem.channels
-            return (
-                tensor.view(per_channel) if tensor is not None and name == "parameters" else tensor
-            )
+            return tensor.view(per_channel) if name == "parameters" else tensor
         if name == "reset":
             return _strided(tensor, (shape[0], shape[2]), (problem.reset_batch, 1))
         if name in ("initial_state", "final_state", "final_state_grad", "initial_state_grad"):
@@ -62,24 +62,28 @@ def run(problem: GatedScanProblem, tensors: Mapping[str, Tensor | None]) -> None
         assert kept is not None
         error = (kept.double() - found["states"]).norm() / found["states"].norm().clamp_min(1e-9)
         assert error < 1e-2
-    written = {n for n in given if n.endswith("_grad") and n not in ("states_grad",)}
-    for name in written - {"final_state_grad"} if direction == "backward" else set(_FORWARD):
+    grads = {n for n in given if n.endswith("_grad")} - {"states_grad", "final_state_grad"}
+    for name in grads if direction == "backward" else set(_FORWARD):
         out = given.get(name)
-        if out is None:
-            continue
-        if name == "parameters_grad":
-            assert out.shape[0] == problem.parts
-            out.copy_(found[name].expand(out.shape) / problem.parts)
-        elif name in _ENTERING and problem.sequences:
-            offsets = given["offsets"]
-            assert offsets is not None
-            some = offsets.diff() > 0  # kernels write none of the others
-            out[..., some] = found[name][..., some].to(out.dtype)
-        else:
-            out.copy_(found[name])
+        if out is not None:
+            _write(name, out, found[name], problem, given["offsets"])
 
 
 _FORWARD = ("states", "final_state")
+
+
+def _write(
+    name: str, out: Tensor, value: Tensor, problem: GatedScanProblem, offsets: Tensor | None
+) -> None:
+    if name == "parameters_grad":
+        assert out.shape[0] == problem.parts
+        out.copy_(value.expand(out.shape) / problem.parts)
+    elif name in _ENTERING and problem.sequences:
+        assert offsets is not None
+        some = offsets.diff() > 0  # kernels write none of the others
+        out[..., some] = value[..., some].to(out.dtype)
+    else:
+        out.copy_(value)
 
 
 def _strided(tensor: Tensor, size: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

@@ -72,6 +72,19 @@ def value_input(kind: str) -> int:
     raise AssertionError(f"no sequence of {kind} makes its tokens infinite")
 
 
+def first_states(
+    initial: Tensor | None, size: tuple[int, int, int], dim: int, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Of ``size``: batch, sequences and channels."""
+    batch, sequences, channels = size
+    state = torch.zeros((), dtype=torch.float64) if initial is None else initial.double()
+    if cu_seqlens is None:
+        return state.expand(batch, channels).unsqueeze(1)
+    if dim % 3 == 1:
+        return state.expand(size)
+    return state.expand(batch, channels, sequences).transpose(1, 2)
+
+
 def loop(
     kind: str,
     *tensors: Tensor,
@@ -87,15 +100,7 @@ def loop(
     sequences = [x if dim % 3 == 1 else x.transpose(1, 2) for x in wide[:count]]
     batch, time, channels = sequences[0].shape
     bounds = [0, time] if cu_seqlens is None else cu_seqlens.tolist()
-    state = (
-        torch.zeros((), dtype=torch.float64) if initial_state is None else initial_state.double()
-    )
-    if cu_seqlens is None:
-        before = state.expand(batch, channels).unsqueeze(1)
-    else:
-        between = len(bounds) - 1
-        shape = (batch, between, channels) if dim % 3 == 1 else (batch, channels, between)
-        before = state.expand(shape) if dim % 3 == 1 else state.expand(shape).transpose(1, 2)
+    before = first_states(initial_state, (batch, len(bounds) - 1, channels), dim, cu_seqlens)
     states: dict[int, Tensor] = {}
     ends = []
     for number, (begin, end) in enumerate(pairwise(bounds)):

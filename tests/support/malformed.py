@@ -57,30 +57,34 @@ def change_text(text: str, chance: random.Random) -> str:
     return text[:at] + chr(ord(chance.choice(text or "x")) ^ 1) + text[at + 1 :]
 
 
+def change(places: list[tuple[Any, Any]], chance: random.Random, texts: list[str]) -> None:
+    """Change a value at one of the places, or leave a mark there for one of the ``texts``."""
+    place, key = chance.choice(places)
+    old, kind = place[key], chance.randrange(10)
+    if kind == 0:
+        del place[key]
+    elif kind == 1 and isinstance(old, int):
+        place[key] = chance.choice([old + 1, old - 1, -old, old << 40, float(old), str(old)])
+    elif kind == 2:
+        # Another binary's offset, size, digest, …
+        others = [p[k] for p, k in places if k == key]
+        place[key] = json.loads(json.dumps(chance.choice(others)))
+    elif kind == 3 and isinstance(old, list):
+        place[key] = old * 2 if chance.random() < 0.5 else old[1:]
+    elif kind <= 6 and isinstance(old, str):
+        place[key] = change_text(old, chance)
+    else:
+        place[key] = f"@@{len(texts)}@@"
+        texts.append(chance.choice(TEXTS))
+
+
 def malformed(value: Any, chance: random.Random) -> bytes:
     """JSON that differs from the given value in one to three places, in structure or as text."""
     value = json.loads(json.dumps(value))
     texts: list[str] = []
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        if not (places := nodes(value)):
-            break
-        place, key = chance.choice(places)
-        old, kind = place[key], chance.randrange(10)
-        others = [p[k] for p, k in nodes(value) if k == key]
-        if kind == 0:
-            del place[key]
-        elif kind == 1 and isinstance(old, int):
-            place[key] = chance.choice([old + 1, old - 1, -old, old << 40, float(old), str(old)])
-        elif kind == 2:
-            # Another binary's offset, size, digest, …
-            place[key] = json.loads(json.dumps(chance.choice(others)))
-        elif kind == 3 and isinstance(old, list):
-            place[key] = old * 2 if chance.random() < 0.5 else old[1:]
-        elif kind <= 6 and isinstance(old, str):
-            place[key] = change_text(old, chance)
-        else:
-            place[key] = f"@@{len(texts)}@@"
-            texts.append(chance.choice(TEXTS))
+        if places := nodes(value):
+            change(places, chance, texts)
     text = json.dumps(value)
     for number, given in enumerate(texts):
         text = text.replace(f'"@@{number}@@"', given)

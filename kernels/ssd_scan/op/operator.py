@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scan_registry.ops.operator import KernelCall, Operator, Option, ParsedCall, described_tensor
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from scan_registry.hardware.device import Device
+    from scan_registry.kernels.ssd_scan.op.arguments import Arguments, Options
     from scan_registry.kernels.ssd_scan.problem import SSDScanProblem
 
 _USUAL_STATES = 128
@@ -59,10 +60,8 @@ class SSDScan(Operator):
         return call
 
     def run_on_cpu(self, problem: SSDScanProblem, tensors: Mapping[str, Tensor | None]) -> None:
-        import torch
-
         from scan_registry.kernels.ssd_scan.op import plans
-        from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
+        from scan_registry.kernels.ssd_scan.op.arguments import Arguments, Options
 
         if problem.direction in ("states", "adjoint"):
             raise NotImplementedError("on the CPU no kernel hands states of chunks on to another")
@@ -81,25 +80,7 @@ class SSDScan(Operator):
             if tensors.get("ungated") is not None:
                 results["ungated"] = plans.forward(arguments._replace(z=None), options, False)[0]
         else:
-            out_grad = tensors["out_grad"]
-            assert out_grad is not None
-            zeros = torch.zeros_like(arguments.A)
-            D, bias = arguments.D, arguments.dt_bias
-            arguments = arguments._replace(
-                z=None,  # the gradient is of what it gates
-                D=zeros if D is None else D,
-                dt_bias=zeros if bias is None else bias,
-            )
-            wanted = tuple(
-                name not in ("z", "initial_state") for name in Arguments._fields[:DIFFERENTIABLE]
-            )
-            gradients = plans.backward(arguments, None, out_grad, final_grad, options, wanted)
-            grads = {
-                n: g for n, g in zip(Arguments._fields, gradients, strict=False) if g is not None
-            }
-            of_D = grads["D"] if grads["D"].dim() == 1 else grads["D"].sum(1)
-            results = {f"{name}_grad": grads[name] for name in ("x", "dt", "B", "C")}
-            results["head_grads"] = torch.stack([grads["A"], of_D, grads["dt_bias"]])[:, None, None]
+            results = _gradients(arguments, tensors["out_grad"], final_grad, options)
         for name, result in results.items():
             kept = tensors[name]
             assert kept is not None
@@ -111,6 +92,30 @@ class SSDScan(Operator):
                 else kept[(0,) * (kept.dim() - result.dim())]
             )
             first.copy_(result)
+
+
+def _gradients(arguments: Arguments, out_grad: Any, final_grad: Any, options: Options) -> Any:
+    """By the names of the backward kernel's results."""
+    import torch
+
+    from scan_registry.kernels.ssd_scan.op import plans
+    from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE
+
+    zeros = torch.zeros_like(arguments.A)
+    D, bias = arguments.D, arguments.dt_bias
+    arguments = arguments._replace(
+        z=None,  # the gradient is of what it gates
+        D=zeros if D is None else D,
+        dt_bias=zeros if bias is None else bias,
+    )
+    names = arguments._fields[:DIFFERENTIABLE]
+    wanted = tuple(name not in ("z", "initial_state") for name in names)
+    gradients = plans.backward(arguments, None, out_grad, final_grad, options, wanted)
+    grads: dict[str, Any] = dict(zip(names, gradients, strict=False))
+    of_D = grads["D"] if grads["D"].dim() == 1 else grads["D"].sum(1)
+    results = {f"{name}_grad": grads[name] for name in ("x", "dt", "B", "C")}
+    results["head_grads"] = torch.stack([grads["A"], of_D, grads["dt_bias"]])[:, None, None]
+    return results
 
 
 OPERATOR = SSDScan()

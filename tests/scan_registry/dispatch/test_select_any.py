@@ -17,6 +17,7 @@ from scan_registry.dispatch.select import (
     BACKENDS,
     Backend,
     Candidate,
+    Decision,
     NoKernelError,
     System,
     select,
@@ -195,6 +196,23 @@ def identity(candidate: Candidate | None) -> object:
     return candidate and (candidate.key, candidate.binary, candidate.launch, candidate.order)
 
 
+def check_winner(decision: Decision, allowed: list[Possible]) -> None:
+    """It is the closest of what is allowed."""
+    winner = decision.winner
+    assert (winner is None) == (not allowed)
+    if winner is None:
+        with pytest.raises(NoKernelError):
+            decision.taken()
+        return
+    assert (winner.tier, *winner.key) in allowed
+    assert winner.tier == min(way[0] for way in allowed)
+    assert decision.taken() is winner
+    if winner.binary is not None:
+        assert winner.archive is not None
+        assert winner.binary in winner.archive.binaries
+    assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
+
+
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
@@ -225,18 +243,7 @@ def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> 
     decision = select(system, FAMILY, problem, backend, lowest)
 
     winner = decision.winner
-    assert (winner is None) == (not allowed)
-    if winner is None:
-        with pytest.raises(NoKernelError):
-            decision.taken()
-    else:
-        assert (winner.tier, *winner.key) in allowed
-        assert winner.tier == min(way[0] for way in allowed)
-        assert decision.taken() is winner
-        if winner.binary is not None:
-            assert winner.archive is not None
-            assert winner.binary in winner.archive.binaries
-        assert (decision.launch() is None) == (winner.tier is Tier.REFERENCE)
+    check_winner(decision, allowed)
     every = [
         candidates.checked(system, problem, item, lowest)
         for language in LANGUAGES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -42,6 +43,21 @@ def flat(states: Any) -> list[Tensor]:
     return [states] if isinstance(states, Tensor) else [*states]
 
 
+def in_episodes(
+    run: Any, x: Tensor, reset: Tensor, first: Any, anew: Any, *, backwards: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """One sequence (T, I), each episode by a call of its own; h and the last states."""
+    cuts = sorted({0, len(x), *reset.nonzero().flatten().tolist()})
+    spans, parts = [*pairwise(cuts)], []
+    for begin, end in reversed(spans) if backwards else spans:
+        fresh = end < len(x) if backwards else bool(reset[begin])
+        start = tuple(anew if fresh else first)
+        part = x[begin:end].flip(0) if backwards else x[begin:end]
+        out, last = run((part, start if len(start) > 1 else start[0]))
+        parts.append(out.flip(0) if backwards else out)
+    return torch.cat(parts[::-1] if backwards else parts), flat(last)
+
+
 def episodes(
     module: Any, x: Tensor, hx: Any, reset: Tensor, anew: Any
 ) -> tuple[Tensor, list[Tensor]]:
@@ -61,19 +77,11 @@ def episodes(
             inputs = {n.removesuffix(name) + "_l0": p for n, p in own.items()}
             rows = []
             for b in range(x.shape[1]):
-                cuts = sorted({0, x.shape[0], *reset[:, b].nonzero().flatten().tolist()})
-                parts = []
-                spans = [*pairwise(cuts)]
-                for begin, end in reversed(spans) if side else spans:
-                    part = x[begin:end, b].flip(0) if side else x[begin:end, b]
-                    fresh = (end < x.shape[0]) if side else bool(reset[begin, b])
-                    start = [s[row, b].unsqueeze(0) for s in flat(anew if fresh else hx)]
-                    out, last = torch.func.functional_call(
-                        one, inputs, (part, tuple(start) if len(start) > 1 else start[0])
-                    )
-                    parts.append(out.flip(0) if side else out)
-                rows.append(torch.cat(parts[::-1] if side else parts))
-                for state, item in zip(ends, flat(last), strict=True):
+                own = [[s[row, b].unsqueeze(0) for s in flat(states)] for states in (hx, anew)]
+                run = partial(torch.func.functional_call, one, inputs)
+                out, last = in_episodes(run, x[:, b], reset[:, b], *own, backwards=bool(side))
+                rows.append(out)
+                for state, item in zip(ends, last, strict=True):
                     state.append(item.squeeze(0))
             sides.append(torch.stack(rows, 1))
         x = torch.cat(sides, 2)

@@ -12,6 +12,15 @@ from .calls import Call, weights
 from .operator import Operator
 
 
+def one_by_one(
+    function: Any, values: tuple[Tensor, ...], dims: tuple[int | None, ...]
+) -> tuple[Tensor, ...]:
+    """What ``vmap`` is to give, for three of the mapped tensors."""
+    pairs = [*zip(values, dims, strict=True)]
+    singles = [function(*(v[k] if d == 0 else v for v, d in pairs)) for k in range(3)]
+    return tuple(torch.stack(x) for x in zip(*singles, strict=True))
+
+
 class Derivatives(Operator):
     def of_tensors(self, call: Call, function: Any = None) -> Any:
         """The operator as a function of the tensors alone."""
@@ -82,8 +91,7 @@ class Derivatives(Operator):
     def test_vmap(self, few: str) -> None:
         """Over each argument, and over all; values and gradients are those of one call after the other."""
         call = self.draw(few, self.small, self.exact)
-        arguments = {n: t for n, t in call.arguments.items() if n in call.tensors or n in self.maps}
-        arguments = {n: t for n, t in arguments.items() if isinstance(t, Tensor)}
+        arguments = self.mapped(call)
         several = {
             n: torch.stack([self.another(n, t, k) for k in range(3)]) for n, t in arguments.items()
         }
@@ -101,12 +109,13 @@ class Derivatives(Operator):
             values = tuple(several[n] if n in mapped else t for n, t in arguments.items())
             for function in (outputs, torch.func.grad(total, places)):
                 by_vmap = torch.func.vmap(function, in_dims=dims)(*values)
-                singles = [
-                    function(*(v[k] if d == 0 else v for v, d in zip(values, dims, strict=True)))
-                    for k in range(3)
-                ]
-                stacked = tuple(torch.stack(x) for x in zip(*singles, strict=True))
-                torch.testing.assert_close(tuple(by_vmap), stacked)
+                torch.testing.assert_close(tuple(by_vmap), one_by_one(function, values, dims))
+
+    def mapped(self, call: Any) -> dict[str, Tensor]:
+        """The tensors that ``vmap`` may map over."""
+        accepted = (*call.tensors, *self.maps)
+        every = call.arguments.items()
+        return {n: t for n, t in every if n in accepted and isinstance(t, Tensor)}
 
     def another(self, name: str, value: Tensor, number: int) -> Tensor:
         """Of the same kind: bounds of other sequences, other resets, or other numbers."""
