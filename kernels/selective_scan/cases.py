@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -127,7 +128,7 @@ class Trial(cases.RandomTrial[Setting]):
     def case(self, kernel: str, *, aligned: bool, parts: int = 1, forwards: bool = False) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps. There are results
         of 1 and of ``PARTS`` parts."""
-        direction: problems.Direction = next(name for name in problems.DIRECTIONS if name == kernel)
+        direction = cast("problems.Direction", kernel)
         batch, channels, time, states = self.shape
         narrow = getattr(torch, self.dtype)
         tensors = {n: self._copied(n, value, aligned) for n, value in self.inputs.items()}

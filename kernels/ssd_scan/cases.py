@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from scan_registry.kernels import cases
 from scan_registry.kernels.cases import Options, on_device, relative_error, there
 from scan_registry.kernels.ssd_scan.problem import (
     BLOCK,
-    DIRECTIONS,
     SMALL_BLOCK,
     STRIDED,
     Direction,
@@ -136,7 +136,7 @@ class Trial(cases.Trial):
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
         small blocks of states, and without what need not be asked for."""
-        direction: Direction = next(name for name in DIRECTIONS if name == kernel)
+        direction = cast("Direction", kernel)
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
         low, high = _limits(self.setting)
