@@ -283,15 +283,14 @@ class UpdateRows(NamedTuple):
         def own(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[number : number + 1]
 
-        indices = own(self.indices)
-        if indices is None:
+        def own_row(rows: Tensor | None) -> Tensor | None:
+            return None if rows is None else rows.masked_fill(rows == self.pad_slot_id, -1)
+
+        indices = own_row(own(self.indices))
+        if indices is None:  # its own number is no index, and may be that of pad_slot_id
             indices = torch.tensor([number], device=device)
-        positions, destinations, accepted = map(
-            own, (self.positions, self.destinations, self.accepted)
-        )
-        return UpdateRows(
-            positions, indices, destinations, accepted=accepted, pad_slot_id=self.pad_slot_id
-        )
+        destinations = own_row(own(self.destinations))
+        return UpdateRows(own(self.positions), indices, destinations, accepted=own(self.accepted))
 
     def of(self, indices: Tensor | None, sequences: int, slots: int, device: Any) -> Tensor:
         """Row numbers, -1 where there is none."""

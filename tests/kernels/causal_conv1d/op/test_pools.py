@@ -261,6 +261,32 @@ def test_compiles() -> None:
     assert torch.equal(copy, pool)
 
 
+OF_SEQUENCES: dict[str, dict[str, Tensor]] = {
+    "nothing else": {},
+    "bounds": {"cu_seqlens": torch.tensor([0, 2, 3, 5, 5, 6, 6])},
+    "rings": {"cache_seqlens": torch.arange(SEQUENCES, dtype=torch.int32)},
+    "counts": {"num_accepted_tokens": torch.ones(SEQUENCES, dtype=torch.int32)},
+}
+OF_SEQUENCES["counts and bounds"] = OF_SEQUENCES["bounds"] | OF_SEQUENCES["counts"]
+OF_SEQUENCES["rings and bounds"] = OF_SEQUENCES["bounds"] | OF_SEQUENCES["rings"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_a_pad_slot_counts_for_no_sequence_without_indices(name: str, device: str) -> None:
+    torch.manual_seed(0)
+    server = Server(4, 8, torch.float32, device)
+    x, pool, outs, pools = torch.randn(SEQUENCES, CHANNELS), server.pool[:SEQUENCES], [], []
+    for padding in (-1, 0, 2):
+        server.pool = pool.clone()
+        outs.append(server.update(x, pad_slot_id=padding, **OF_SEQUENCES[name]))
+        pools.append(server.pool)
+    assert all((out != 0).any(1).all() for out in outs)
+    for out, after in zip(outs, pools, strict=True):
+        torch.testing.assert_close(out, outs[0])
+        assert torch.equal(after, pools[0])
+
+
 @pytest.mark.gpu
 def test_a_graph_reads_rows_and_counts_anew() -> None:
     """One captured call, replayed with other rows, bounds and accepted counts."""

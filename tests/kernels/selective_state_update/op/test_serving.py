@@ -236,6 +236,24 @@ def test_rounding_depends_on_the_seed_the_slot_and_nothing_else() -> None:
     assert not torch.equal(one, updated(1 + 2**32, [0, 1, 2], call["x"]))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_calls_in_which_no_sequence_has_a_slot(
+    dtype: torch.dtype, packed: bool, device: str
+) -> None:
+    state = torch.randn(5, 4, 3, 8, device=device).to(dtype)
+    before, call = state.clone(), token_inputs(3, (4, 3), 8)
+    call["state_batch_indices"] = torch.tensor([-1, 2, -9])
+    if packed:
+        call["cu_seqlens"] = torch.tensor([0, 2, 2, 3])
+    if dtype == torch.bfloat16:
+        call["rand_seed"] = torch.tensor([3])
+    call = {name: tensor.to(device) for name, tensor in call.items()}
+    assert (selective_state_update(state, **call, pad_slot_id=2) == 0).all()
+    assert torch.equal(state, before)
+
+
 def test_rounding_at_random_keeps_changes_that_rounding_to_nearest_loses() -> None:
     """A state near 1 that gains a thousandth in each of many steps."""
     state = torch.ones(1, 64, 1).bfloat16()
