@@ -80,6 +80,8 @@ SETTINGS = (
     Setting(inputs="float16", tokens=True, moved=True, gated=False),
     Setting(mixed=True, tokens=True, drafted=True, moved=True, indexed="int32"),
     Setting(inputs="float16", tied=True, tokens=True, indexed="int32", moved=True),
+    Setting(inputs="bfloat16", indexed="int32"),
+    Setting(inputs="bfloat16", gated=False, softplus=False),
 )
 
 #: Of a quick check and of an attestation.
@@ -88,11 +90,13 @@ QUICK: tuple[Shape, ...] = (
     *((3, 1, 40, 16), (4, 4, 8, 64), (3, 2, 6, 17), (2, 2, 16, 128)),
 )
 #: One with every setting, and one without alignment.
-SMALL: tuple[Shape, ...] = (*((2, 1, 40, 16),) * 9, (5, 2, 6, 17))
-#: In such an order that every variant has a problem: aligned rows where a setting's inputs have a kernel of their own.
+SMALL: tuple[Shape, ...] = (*((2, 1, 64, 16),) * 10, (5, 2, 6, 17))
+#: In such an order that every variant has a problem: aligned rows where a setting's inputs have a kernel of their own, and dense rows
+#: for most of what servers add.
 THOROUGH: tuple[Shape, ...] = (
-    *((1, 1, 5, 1), (1, 1, 5120, 16), (9, 1, 203, 16), (17, 5, 12, 256), (2, 3, 7, 255)),
+    *((1, 1, 5120, 16), (1, 1, 5, 1), (9, 1, 203, 16), (17, 5, 12, 256), (2, 3, 7, 255)),
     *((64, 1, 1536, 16), (3, 8, 64, 128), (300, 2, 4, 8), (4, 1, 96, 48), (33, 24, 64, 64)),
+    *((9, 1, 192, 16),) * 10,
 )
 
 #: Integers, which the kernels read without gaps.
@@ -154,6 +158,7 @@ class Trial(cases.RandomTrial[Setting]):
             strides=tuple(strides),
             softplus=self.setting.softplus,
             aligned=aligned and states % unit == 0,
+            in_pieces=aligned and channels % 8 == 0,
             wide_indices=wide[0],
             dst_slots=there(tensors["dst_state"]).shape[0] if self.setting.moved else None,
             served=self.setting.served,

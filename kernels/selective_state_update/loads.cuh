@@ -140,3 +140,7 @@ __device__ inline void load_shared(unsigned (&to)[4], SharedAddress from) {
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(from) : "memory");
 }
+// An element of 16 bits.
+__device__ inline void load_shared(unsigned& to, SharedAddress from) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+}

@@ -29,6 +29,9 @@ from scan_registry.base.frozen import dataclass
 DTYPES = ("float32", "bfloat16", "float16")
 #: The most states of a channel.
 MOST_STATES = 256
+#: Of problems that are ``dense``: the dtypes of the state and of inputs, and states of a row. Channels are a multiple of the rows of a
+#: warp.
+DENSE_DTYPES, DENSE_INPUTS, DENSE_STATES, DENSE_ROWS = ("float32", "bfloat16"), "bfloat16", 16, 64
 #: The tensors that have a dtype of their own, in the order of the kernel's ``formats``; ``out`` has that of x.
 FORMATTED = ("x", "dt", "A", "B", "C", "D", "z", "bias")
 
@@ -61,6 +64,7 @@ class StepProblem:
     strides       in elements, in the order of ``STRIDES``; 0 for a tensor that is not there
     aligned       whether the states of a channel lie without gaps, in whole chunks of 16 bytes, B and C so in chunks of
                   as many numbers, and A, too, if it has not one number for all states
+    in_pieces     whether x, dt and z of each token lie without gaps, and in whole pieces of 16 bytes
     wide_indices  whether indices are int64
     dst_slots     rows of the state that is written; None: as of the state
     pad_slot      an index that stands for no slot, as those below zero do
@@ -82,6 +86,7 @@ class StepProblem:
     strides: tuple[int, ...]
     softplus: bool = False
     aligned: bool = True
+    in_pieces: bool = False
     wide_indices: bool = False
     dst_slots: int | None = None
     pad_slot: int = -1
@@ -93,7 +98,25 @@ class StepProblem:
 
     @property
     def kernel(self) -> str:
+        if self.dense:
+            return "dense_tokens" if self.served else "dense_step"
         return "step" if self.in_chunks and not self.served else "tokens"
+
+    @property
+    def dense(self) -> bool:
+        """Whether rows are those of Mamba's blocks: of 16 states with numbers of A of their own, all one after the other."""
+        of = dict(zip(STRIDES, self.strides, strict=True))
+        distances = of["state_channel"], of["A_channel"], of["out_channel"]
+        return (
+            self.in_chunks
+            and self.in_pieces
+            and not self.tied
+            and self.dtype in DENSE_DTYPES
+            and self.inputs == DENSE_INPUTS
+            and self.heads == self.groups == 1
+            and self.channels % DENSE_ROWS == 0
+            and (self.states, *distances) == (DENSE_STATES, DENSE_STATES, DENSE_STATES, 1)
+        )
 
     @property
     def in_chunks(self) -> bool:

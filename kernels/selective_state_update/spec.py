@@ -1,17 +1,21 @@
 """What the selective_state_update family is made of: a kernel of one token, one of what servers add, and how they launch.
 
 Access ``aligned`` moves 16 bytes of a channel's states at a time, and ``tied`` does where A is one number for all of these,
-as in Mamba-2; ``generic``, of the kernel that servers have, takes any strides, dtypes and number of states.
+as in Mamba-2; ``dense``, of two further kernels, takes rows of 16 states without gaps, as in Mamba; ``generic``, of the kernel that
+servers have, takes any strides, dtypes and number of states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product, starmap
 from pathlib import Path
 
 from scan_registry.kernels import model
 from scan_registry.kernels.selective_state_update.problem import (
+    DENSE_DTYPES,
+    DENSE_INPUTS,
+    DENSE_STATES,
     DIMENSIONS,
     DTYPES,
     FORMATTED,
@@ -20,7 +24,7 @@ from scan_registry.kernels.selective_state_update.problem import (
 )
 
 FAMILY_NAME = "selective_state_update"
-ACCESSES = ("aligned", "tied", "generic")
+ACCESSES = ("aligned", "tied", "generic", "dense")
 _WARPS = 4
 _POINTERS = (
     *("state", "x", "dt", "A", "B", "C", "D", "z", "bias", "indices"),
@@ -31,11 +35,20 @@ _OF_SEQUENCES = ("dst_slots", "pad_slot", "tokens", "columns")
 _OF_LAUNCH = ("lane_bits", "steps", "formats", "flags")
 #: The strides that a kernel of one token has.
 _STRIDES = STRIDES[: STRIDES.index("indices_batch") + 1]
+#: Sizes and strides that the dense kernels have.
+_OF_DENSE_STEP = (
+    *("batches", "channels", "slots", "formats", "flags", "state_slot"),
+    *(f"{name}_batch" for name in ("x", "dt", "z", "out", "B", "C")),
+    *("D_channel", "bias_channel", "indices_batch"),
+)
+_OF_DENSE_TOKENS = (
+    *_OF_DENSE_STEP,
+    *_OF_SEQUENCES,
+    *STRIDES[STRIDES.index("indices_token") :],
+)
 #: Batches of a thread: at most, if all CTAs run at once then; and where that would take more, since the last of a few waves of long
 #: CTAs may be nearly empty.
 _MOST_STEPS, _SOME_STEPS = 32, 8
-#: States of a row whose B and C the kernel of several tokens widens into shared memory.
-_MOST_WIDENED = 64
 _MOST_ACROSS = 65_535  # CTAs of a grid in its second and third dimension
 
 
@@ -76,11 +89,17 @@ def _accepts_tokens(variant: model.Variant, problem: StepProblem) -> str | None:
     if reason := _accepts(variant, problem):
         return reason
     most = 32 * _vector(variant) * variant.number("chunks")
-    if variant.text("access") == "aligned":
-        most = _MOST_WIDENED
     if problem.states > most:
         return f"{problem.states} states; a warp has {most} of a row"
     return None
+
+
+def _accepts_dense(variant: model.Variant, problem: StepProblem) -> str | None:
+    if reason := _accepts(variant, problem):
+        return reason
+    return (
+        None if problem.dense else f"rows of {DENSE_STATES} states and all tensors lie without gaps"
+    )
 
 
 def _vector(variant: model.Variant) -> int:
@@ -100,7 +119,9 @@ def _lane_bits(variant: model.Variant, problem: StepProblem) -> int:
 def _launch(variant: model.Variant, problem: StepProblem, sm_count: int) -> model.Launch:
     """As many CTAs as run at once, if they have few enough batches then, or else waves of them."""
     rows, warps = variant.number("rows"), variant.number("warps")
-    lane_bits = max(_lane_bits(variant, problem), rows.bit_length() - 1)
+    lane_bits = _lane_bits(variant, problem)
+    if variant.text("access") != "dense":
+        lane_bits = max(lane_bits, rows.bit_length() - 1)  # a lane computes for one row of the warp
     sections = problem.sections
     ctas = -(-(problem.rows // sections) // (rows * warps * (32 >> lane_bits)))
     slices = max(1, sm_count * variant.number("ctas") // (ctas * sections))
@@ -139,29 +160,40 @@ def _tiles(kind: model.Pins) -> tuple[model.Pins, ...]:
 
 
 def _kinds_of_tokens() -> Iterator[model.Pins]:
-    """States of float32 and bfloat16 with inputs of bfloat16; others are left to the generic kernel."""
-    yield from (kind for kind in _kinds() if dict(kind)["inputs"] == "bfloat16")
+    """Rows of one gate, of states of float32 and bfloat16 with inputs of bfloat16; others are left to the generic kernel."""
+    for kind in _kinds():
+        if {("access", "tied"), ("inputs", "bfloat16")} <= {*kind}:
+            yield kind
     for dtype in DTYPES:
         yield ("dtype", dtype), ("access", "generic")
 
 
 def _tiles_of_tokens(kind: model.Pins) -> tuple[model.Pins, ...]:
     """Rows and chunks of a thread, and CTAs as above."""
-    pins = dict(kind)
-    if pins["access"] == "generic":
+    if ("access", "generic") in kind:
         return ((("rows", 1), ("chunks", 8), ("warps", _WARPS), ("ctas", 3)),)
-    narrow, tied = model.ITEM_SIZE[str(pins["dtype"])] == 2, pins["access"] == "tied"
-    rows, ctas = 2 if narrow and not tied else 4, 4
-    return ((("rows", rows), ("chunks", 1), ("warps", _WARPS), ("ctas", ctas)),)
+    return ((("rows", 4), ("chunks", 1), ("warps", _WARPS), ("ctas", 4)),)
 
 
-def _may_spill() -> frozenset[model.Variant]:
-    """On sm_80 to sm_89 up to 40 bytes a thread."""
+def _kinds_of_dense() -> Iterator[model.Pins]:
+    for dtype in DENSE_DTYPES:
+        yield ("dtype", dtype), ("access", "dense"), ("inputs", DENSE_INPUTS)
+
+
+def _tiles_of_dense(kind: model.Pins) -> tuple[model.Pins, ...]:
+    return ((("rows", 4), ("warps", _WARPS), ("ctas", 4)),)
+
+
+def _may_spill(
+    name: str,
+    kinds: Iterable[model.Pins],
+    tiles: Callable[[model.Pins], tuple[model.Pins, ...]],
+) -> frozenset[model.Variant]:
+    """Variants of these kinds."""
     return frozenset(
-        model.Variant(FAMILY_NAME, "tokens", "cuda", (*kind, *tile))
-        for kind in _kinds_of_tokens()
-        if dict(kind)["access"] == "tied" or {"float32", "aligned"} <= {*dict(kind).values()}
-        for tile in _tiles_of_tokens(kind)
+        model.Variant(FAMILY_NAME, name, "cuda", (*kind, *tile))
+        for kind in kinds
+        for tile in tiles(kind)
     )
 
 
@@ -197,7 +229,12 @@ _TOKENS = model.Kernel(
         source="tokens.cu",
         entry=f"{FAMILY_NAME}_tokens",
         constants=_constants,
-        may_spill=_may_spill(),
+        # On sm_80 to sm_89 up to 40 bytes a thread.
+        may_spill=_may_spill(
+            "tokens",
+            (kind for kind in _kinds_of_tokens() if ("access", "tied") in kind),
+            _tiles_of_tokens,
+        ),
     ),
     rules=model.Rules(_accepts_tokens),
     cost=_cost_of_access,
@@ -205,10 +242,29 @@ _TOKENS = model.Kernel(
 )
 
 
+_DENSE_STEP, _DENSE_TOKENS = (
+    model.Kernel(
+        family=FAMILY_NAME,
+        name=name,
+        language="cuda",
+        parameters=_parameters(scalars),
+        defaults=model.Space(tuple(_kinds_of_dense()), _tiles_of_dense),
+        code=model.Code(source=f"{name}.cu", entry=f"{FAMILY_NAME}_{name}", constants=_constants),
+        rules=model.Rules(_accepts_dense),
+        cost=_cost_of_access,
+        launch=_launch,
+    )
+    for name, scalars in (
+        ("dense_step", _OF_DENSE_STEP),
+        ("dense_tokens", _OF_DENSE_TOKENS),
+    )
+)
+
+
 def _sample(dtype: str, access: str, served: bool) -> model.Sample:
     """Of one token of each sequence; or of four, as servers verify drafts, with inputs of 16 bits."""
-    inputs = "bfloat16" if served and dtype == "float32" else dtype
-    batch, channels, states = (64, 5120, 16) if access == "aligned" else (64, 5120, 15)
+    inputs = DENSE_INPUTS if access == "dense" or (served and dtype == "float32") else dtype
+    batch, channels, states = (64, 5120, 15) if access == "generic" else (64, 5120, 16)
     of_row = {"batch": channels, "head": 0, "channel": 1}
     of_projection = {"batch": states, "group": states, "state": 1}
     sizes: dict[str, dict[str, int]] = {
@@ -230,7 +286,8 @@ def _sample(dtype: str, access: str, served: bool) -> model.Sample:
         dtypes=tuple("float32" if name in ("A", "D") else inputs for name in FORMATTED),
         strides=tuple(sizes[name][axis] for name, axes in DIMENSIONS.items() for axis in axes),
         softplus=True,
-        aligned=access == "aligned",
+        aligned=access != "generic",
+        in_pieces=access == "dense",
         served=served,
         tokens=4 * batch if served else None,
     )
@@ -241,6 +298,10 @@ FAMILY = model.Family(
     name=FAMILY_NAME,
     summary="state = exp(dt * A) * state + dt * B * x; out = C . state, gated, for one step or a few",
     folder=Path(__file__).parent,
-    kernels=(_STEP, _TOKENS),
-    samples=tuple(starmap(_sample, product(DTYPES, ("aligned", "generic"), (False, True)))),
+    kernels=(_STEP, _TOKENS, _DENSE_STEP, _DENSE_TOKENS),
+    samples=(
+        *starmap(_sample, product(DTYPES, ("aligned", "generic"), (False,))),
+        *starmap(_sample, product(DTYPES, ("generic",), (True,))),
+        *starmap(_sample, product(DENSE_DTYPES, ("dense",), (False, True))),
+    ),
 )

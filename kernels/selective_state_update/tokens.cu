@@ -20,35 +20,25 @@
 // needs once, steps through the tokens, adds up the sums of all rows and tokens at once, and writes the outputs. Meanwhile it loads
 // what the next group reads: x, dt and z into registers, the rest to shared memory.
 #include "rows.cuh"
+#include "sequences.cuh"
 
 enum : int {
     TOKENS = ALIGNED ? 4 : 1,
     SUMS = TOKENS * ROWS,
-    BATCHES = 31,     // of which lanes have the bounds; the last lane has no sequence, and so stands for the end
     PASSES = TOKENS,  // of a warp over its rows and tokens, at most
-    // Where a row has few lanes, B and C are widened once for all units of the warp. A row has up to 64 states then.
-    WIDENED = ALIGNED && !TIED,
-    PIECES = VECTOR / 4,                  // of a chunk of floats in shared memory
     CHUNK = Chunk<Input, VECTOR>::WORDS,  // words of B or C
-    LANES = WIDENED ? 64 / VECTOR : 32,   // that have chunks of B and C
 };
 // The words that a warp shares, and where they start.
 enum : int {
     ROW_FACTORS = 0,                          // [token][row of the warp]: an Once
     ROW_OUTPUTS = ROW_FACTORS + PASSES * 64,  // [token][row of the warp]: an Output
     SUM = ROW_OUTPUTS + PASSES * 64,          // [token][row of the warp]
-    RAW = SUM + PASSES * 32,                  // [token][B or C][lane]: chunks as they lie in memory
-    WIDE = RAW + (ALIGNED ? TOKENS * 2 * LANES * CHUNK : 0),      // [token][B or C][part of a chunk][lane]: floats
-    STATES = WIDE + (WIDENED ? TOKENS * 2 * LANES * VECTOR : 0),  // [row][lane]: chunks as they lie in memory
+    PROJECTIONS = SUM + PASSES * 32,          // [token][B or C][lane]: chunks as they lie in memory
+    STATES = PROJECTIONS + (ALIGNED ? TOKENS * 2 * 32 * CHUNK : 0),  // [row][lane]: the same
     WORDS = STATES + (ALIGNED ? ROWS * 32 * 4 : 0),
 };
 struct alignas(16) Shared {
     unsigned words[WORDS];
-};
-// One batch: the slot that it starts from, its tokens, and the slot for its last states. A slot of -1 is none, as is that of a batch
-// without tokens.
-struct Sequence {
-    int slot, begin, end, to;
 };
 // Tokens of a sequence from one on, and which of the lanes' sequences it is.
 struct Group {
@@ -85,7 +75,7 @@ struct TokensUpdate : Rows {
             run_batches(first_batch, first_batch + BATCHES < end ? first_batch + BATCHES : end);
     }
     __device__ void run_batches(int begin, int end) {
-        const Sequence of_lane = load_sequence(begin + lane_of_warp, end);
+        const Sequence of_lane = load_sequence(args, begin + lane_of_warp, end);
         Group group = first_group(of_lane, 0);
         Inputs in[PASSES];
         load_inputs_of(in, group);
@@ -102,16 +92,14 @@ struct TokensUpdate : Rows {
             load_inputs_of(in, next);
             if constexpr (ALIGNED) wait_for_copies<0>();
             if (group.is_first) load_states(states, sequence.slot);
-            if constexpr (WIDENED) widen_projections(tokens);
             __syncwarp();
             if (next.number != group.number) copy_states(next);
-            if constexpr (WIDENED) copy_projections(next);
             float sums[SUMS] = {};
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)
                 if (t < tokens) update(states, group, t, sums);
-            if constexpr (!WIDENED) copy_projections(next);
-            const int dst_slot = every ? slot_after(begin + group.number, token - sequence.begin, sequence.slot)
+            copy_projections(next);
+            const int dst_slot = every ? slot_after(args, begin + group.number, token - sequence.begin, sequence.slot)
                                  : rest <= at_once ? sequence.to : -1;
             if (dst_slot >= 0) write_all(states, dst_slot);
             share_sums(sums, shared + (SUM + unit_of_warp * ROWS) * FLOAT, rows_of_warp * FLOAT);
@@ -122,41 +110,9 @@ struct TokensUpdate : Rows {
     }
 
     __device__ static Group first_group(const Sequence& of_lane, int number) {
-        const Sequence sequence{__shfl_sync(0xffffffffu, of_lane.slot, number), __shfl_sync(0xffffffffu, of_lane.begin, number),
-                                __shfl_sync(0xffffffffu, of_lane.end, number), __shfl_sync(0xffffffffu, of_lane.to, number)};
+        const Sequence sequence = sequence_of(of_lane, number);
         return {sequence, number, sequence.begin, true};
     }
-    __device__ Sequence load_sequence(int batch, int end_of_batches) const {
-        if (batch >= end_of_batches) return {-1, 0, 0, -1};
-        i64 slot = batch, begin = batch, end = batch + 1;
-        if (args.indices.data) {
-            i64 column = 0;
-            if (args.num_accepted) {
-                column = load_index(args.num_accepted, batch, args.flags & WIDE_ACCEPTED) - 1;
-                column = column < 0 ? 0 : column < args.columns ? column : args.columns - 1;
-            }
-            slot = load_index(args.indices.data, batch * args.indices.batch + column * args.indices.token,
-                              args.flags & WIDE_INDICES);
-        }
-        if (args.cu_seqlens) {
-            begin = load_index(args.cu_seqlens, batch, args.flags & WIDE_CU_SEQLENS);
-            end = load_index(args.cu_seqlens, batch + 1, args.flags & WIDE_CU_SEQLENS);
-            begin = begin < 0 ? 0 : begin < args.tokens ? begin : args.tokens;
-            end = end < args.tokens ? end : args.tokens;
-        }
-        const int valid = begin < end && is_slot(slot, args.state.slots, args.pad_slot) ? int(slot) : -1;
-        const int to = args.dst_indices.data ? slot_after(batch, 0, valid) : valid < args.dst_state.slots ? valid : -1;
-        return {valid, int(begin), int(end), to};
-    }
-    // The slot that a column names for the states of a batch that starts from a slot; -1: they are not written.
-    __device__ int slot_after(int batch, int column, int slot) const {
-        if (slot < 0 || column >= args.columns) return -1;
-        const SlotTensor& indices = args.dst_indices.data ? args.dst_indices : args.indices;
-        const i64 to = load_index(indices.data, batch * indices.batch + column * indices.token,
-                                  args.flags & (args.dst_indices.data ? WIDE_DST_INDICES : WIDE_INDICES));
-        return is_slot(to, args.dst_state.slots, args.pad_slot) ? int(to) : -1;
-    }
-
     __device__ int rows_of(int slot, int n) const { return slot >= 0 && n < count ? unit_rows : 0; }
     // Where chunk k of row r lies, from the lane's first chunk on.
     __device__ i64 place_of(int r, int k) const { return r * state_row + offset(k * stride, args.state_state); }
@@ -211,72 +167,40 @@ struct TokensUpdate : Rows {
             store_shared(shared + (ROW_OUTPUTS + (32 * i + lane_of_warp) * 2) * FLOAT, {output.skipped, output.silu});
         }
     }
-    __device__ SharedAddress place_of_chunk(int chunk) const { return shared + (RAW + chunk * CHUNK) * FLOAT; }
-    __device__ SharedAddress place_of_part(int which, int part, int chunk) const {
-        return shared + (WIDE + ((which * PIECES + part << args.lane_bits) + chunk) * 4) * FLOAT;
-    }
-    // Starts to copy B and C of a group's tokens: one chunk after the other to all lanes, or each lane's own chunks to itself.
+    __device__ SharedAddress place_of_chunk(int chunk) const { return shared + (PROJECTIONS + chunk * CHUNK) * FLOAT; }
+    // Starts to copy B and C of a group's tokens: each lane's own chunks to itself.
     __device__ void copy_projections(const Group& group) const {
         if constexpr (ALIGNED) {
             const Sequence& sequence = group.sequence;
             const auto B = static_cast<const Input::Storage*>(args.B.data), C = static_cast<const Input::Storage*>(args.C.data);
             const int rest = sequence.end - group.token, tokens = sequence.slot < 0 ? 0 : rest < at_once ? rest : at_once;
-            if constexpr (WIDENED) {
-#pragma unroll 1
-                for (int piece = lane_of_warp; piece < tokens * 2 << args.lane_bits; piece += 32) {
-                    const int n = (piece & (lanes - 1)) * VECTOR, which = piece >> args.lane_bits, token = group.token + which / 2;
-                    const Offset of_B = token * Offset(args.B.batch) + B_unit + n, of_C = token * Offset(args.C.batch) + C_unit + n;
-                    copy_often_read<CHUNK * FLOAT>(place_of_chunk(piece), which % 2 ? C + of_C : B + of_B, n < count);
-                }
-            } else {
-                const Offset of_B = group.token * Offset(args.B.batch) + B_unit + first;
-                const Offset of_C = group.token * Offset(args.C.batch) + C_unit + first;
+            const Offset of_B = group.token * Offset(args.B.batch) + B_unit + first;
+            const Offset of_C = group.token * Offset(args.C.batch) + C_unit + first;
 #pragma unroll
-                for (int t = 0; t < TOKENS; t++) {
-                    const bool wanted = t < tokens && first < count;
-                    copy_often_read<CHUNK * FLOAT>(place_of_chunk(2 * t * 32 + lane_of_warp), B + of_B + t * Offset(args.B.batch), wanted);
-                    copy_often_read<CHUNK * FLOAT>(place_of_chunk((2 * t + 1) * 32 + lane_of_warp), C + of_C + t * Offset(args.C.batch), wanted);
-                }
+            for (int t = 0; t < TOKENS; t++) {
+                const bool wanted = t < tokens && first < count;
+                copy_often_read<CHUNK * FLOAT>(place_of_chunk(2 * t * 32 + lane_of_warp), B + of_B + t * Offset(args.B.batch), wanted);
+                copy_often_read<CHUNK * FLOAT>(place_of_chunk((2 * t + 1) * 32 + lane_of_warp), C + of_C + t * Offset(args.C.batch), wanted);
             }
             commit_copies();
         }
     }
-    __device__ void widen_projections(int tokens) const {
-#pragma unroll 1
-        for (int piece = lane_of_warp; piece < tokens * 2 << args.lane_bits; piece += 32) {
-            Chunk<Input, VECTOR> chunk;
-            load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word), place_of_chunk(piece));
-#pragma unroll
-            for (int p = 0; p < PIECES; p++) {
-                float x[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) x[i] = chunk.get(4 * p + i);
-                store_shared(place_of_part(piece >> args.lane_bits, p, piece & (lanes - 1)), x);
-            }
-        }
-    }
     // B or C of a token, as floats.
     __device__ void load_projection(float (&x)[CHUNKS][VECTOR], const Group& group, int t, bool is_C) const {
-        if constexpr (WIDENED) {
+        const ProjectionTensor& tensor = is_C ? args.C : args.B;
+        const Tensor which = is_C ? C_ : B_;
 #pragma unroll
-            for (int p = 0; p < PIECES; p++)
-                load_shared(reinterpret_cast<float(&)[4]>(x[0][4 * p]), place_of_part(2 * t + is_C, p, lane));
-        } else {
-            const ProjectionTensor& tensor = is_C ? args.C : args.B;
-            const Tensor which = is_C ? C_ : B_;
+        for (int k = 0; k < CHUNKS; k++) {
+            Chunk<Input, VECTOR> chunk = {};
+            if constexpr (ALIGNED)
+                load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word),
+                            place_of_chunk((2 * t + is_C) * 32 + lane_of_warp));
+            else
+                load_chunk(chunk, tensor.data,
+                           group.token * Offset(tensor.batch) + (is_C ? C_unit : B_unit) + offset(first + k * stride, tensor.state),
+                           format(which), group.sequence.slot >= 0 && first + k * stride < count);
 #pragma unroll
-            for (int k = 0; k < CHUNKS; k++) {
-                Chunk<Input, VECTOR> chunk = {};
-                if constexpr (ALIGNED)
-                    load_shared(reinterpret_cast<unsigned(&)[ALIGNED ? int(CHUNK) : 2]>(chunk.word),
-                                place_of_chunk((2 * t + is_C) * 32 + lane_of_warp));
-                else
-                    load_chunk(chunk, tensor.data,
-                               group.token * Offset(tensor.batch) + (is_C ? C_unit : B_unit) + offset(first + k * stride, tensor.state),
-                               format(which), group.sequence.slot >= 0 && first + k * stride < count);
-#pragma unroll
-                for (int i = 0; i < VECTOR; i++) x[k][i] = number(chunk, i, format(which));
-            }
+            for (int i = 0; i < VECTOR; i++) x[k][i] = number(chunk, i, format(which));
         }
     }
     __device__ void store_outputs(const Group& group, int tokens) const {
@@ -315,10 +239,11 @@ struct TokensUpdate : Rows {
         Storage* const pool = args.dst_state.data ? args.dst_state.data : args.state.data;
         Storage* const at = states_of({pool, 0, args.dst_state.slot}, dst_slot);
         const bool at_random = sizeof(Storage) == 2 && args.seed;
+        const i64 seed = at_random ? *args.seed : 0;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             const unsigned row = first_of_section + first_of_warp + own + r * distance;
-            const unsigned key = at_random ? random_key(*args.seed, dst_slot, row) : 0;
+            const unsigned key = at_random ? random_key(seed, dst_slot, row) : 0;
 #pragma unroll
             for (int k = 0; k < CHUNKS; k++) {
                 const int n = first + k * stride;

@@ -34,8 +34,13 @@ Plan = Callable[..., Tensor]
 
 #: The first of the tensors that servers add.
 _SERVED = Arguments._fields.index("dst_state")
-#: Tensors that are read in chunks by the aligned kernel.
-_CHUNKED = ("state", "A", "B", "C")
+#: Tensors that are read in chunks by the aligned kernel, and those that the dense kernel copies in pieces, too.
+_CHUNKED, _PIECES = ("state", "A", "B", "C"), ("x", "dt", "z")
+#: Tensors with a dimension of heads, where it is in the state, and which one.
+_OF_HEADS = {
+    **dict.fromkeys(("state", "dst_state", "x", "dt", "z"), 1),
+    **dict.fromkeys(("A", "D", "dt_bias"), 0),
+}
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,33 @@ def _in_chunks(tensor: Tensor, count: int) -> bool:
     return along == 1 and all(n == 1 or stride * size % least == 0 for stride, n in sizes)
 
 
+def _without_heads(arguments: Arguments) -> Arguments:
+    """Rows of several heads as channels of none, if strides allow it for all tensors."""
+    if arguments.state.dim() == 3:
+        return arguments
+    views: dict[str, Tensor] = {}
+    for name, at in _OF_HEADS.items():
+        tensor = getattr(arguments, name)
+        if tensor is not None:
+            heads, channels = tensor.shape[at : at + 2]
+            try:
+                views[name] = tensor.view(
+                    *tensor.shape[:at], heads * channels, *tensor.shape[at + 2 :]
+                )
+            except RuntimeError:
+                return arguments
+    return arguments._replace(**views)
+
+
 def make_kernel_call(
-    arguments: Arguments, softplus: bool, pad_slot: int, addresses: int = 0
+    arguments: Arguments,
+    softplus: bool,
+    pad_slot: int,
+    addresses: int = 0,
+    addresses_of_pieces: int = 0,
 ) -> KernelCall:
-    """What a step poses; ``addresses`` say how far all tensors are aligned, up to 16 bytes."""
+    """What a step poses; ``addresses`` say how far tensors that kernels read in chunks, and in pieces, are aligned, up to 16 bytes."""
+    arguments = _without_heads(arguments)
     state, x = arguments.state, arguments.x
     named: dict[str, Any] = {
         **arguments._asdict(),
@@ -117,6 +145,8 @@ def make_kernel_call(
             for name in _CHUNKED
             if name != "A" or arguments.A.stride(-1) != 0
         ),
+        in_pieces=addresses_of_pieces % 16 == 0
+        and all(_in_chunks(named[name], 8) for name in _PIECES if named[name] is not None),
         wide_indices=_is_wide(arguments.indices),
         dst_slots=None if arguments.dst_state is None else arguments.dst_state.shape[0],
         pad_slot=pad_slot,
@@ -197,8 +227,10 @@ def _make_plan(
     if in_torch or not state.is_cuda:
         return by_reference, None
     ordinal = state.device.index
-    addresses = addresses_of([getattr(arguments, name) for name in _CHUNKED])
-    call = make_kernel_call(arguments, softplus, pad_slot, addresses)
+    chunked, pieces = (
+        addresses_of([getattr(arguments, name) for name in names]) for names in (_CHUNKED, _PIECES)
+    )
+    call = make_kernel_call(arguments, softplus, pad_slot, chunked, pieces)
     ready = prepare(ordinal, FAMILY, call.problem, backend, policy.lowest())
     if ready.launch is None:
         decision = ready.decision

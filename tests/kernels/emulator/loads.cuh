@@ -52,6 +52,7 @@ void load_shared(T (&to)[N], SharedAddress from) {
     if (from % sizeof to) emulator::fail("a load is not aligned");
     std::memcpy(to, reinterpret_cast<const void*>(from), sizeof to);
 }
+inline void load_shared(unsigned& to, SharedAddress from) { to = *reinterpret_cast<const unsigned short*>(from); }
 template <int N>
 void store_shared(SharedAddress to, const float (&from)[N]) {
     if (to % sizeof from) emulator::fail("a store is not aligned");

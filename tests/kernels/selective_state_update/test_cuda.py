@@ -11,15 +11,18 @@ from torch import Tensor
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.hardware.target import Target
-from scan_registry.kernels.model import Variant
-from scan_registry.kernels.selective_state_update import cases
+from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.selective_state_update import cases, spec
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.runtime import jit
 
-STEP, TOKENS = FAMILY.kernels
+STEP, TOKENS, DENSE_STEP, DENSE_TOKENS = FAMILY.kernels
 #: One state of few channels, lanes of a warp that have no row, batches that are cut into slices, rows of several rounds, and
-#: channels that fill no unit of rows.
-SHAPES = ((1, 1, 5, 1), (3, 1, 20, 16), (2, 4, 8, 64), (9, 2, 8, 8), (3, 2, 6, 256), (5, 3, 5, 33))
+#: channels that fill no unit of rows; dense rows, in warps of which some have none.
+SHAPES = (
+    *((1, 1, 5, 1), (3, 1, 20, 16), (2, 4, 8, 64), (9, 2, 8, 8), (3, 2, 6, 256), (5, 3, 5, 33)),
+    *((3, 1, 64, 16), (41, 1, 128, 16)),
+)
 NEEDS_NVRTC = pytest.mark.skipif(
     isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed"
 )
@@ -49,6 +52,22 @@ def test_matches_the_reference(
     assert tried >= 4
 
 
+@pytest.mark.parametrize("kernel", [DENSE_STEP, DENSE_TOKENS], ids=lambda kernel: kernel.name)
+def test_a_warp_may_have_more_batches_than_lanes(
+    kernel: Kernel, cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spec, "_MOST_STEPS", 100)
+    variant = kernel.variants[0]
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    several = kernel is DENSE_TOKENS
+    setting = cases.Setting(inputs="bfloat16", indexed="int64", tokens=several)
+    trial = cases.draw((65, 1, 512, 16), setting, "float32", "cpu")
+    case = trial.case(kernel.name, aligned=True)
+    assert kernel.launch(variant, case.problem, 1).scalars["steps"] == 65
+    library.run(case.problem, case.tensors, 0, 1)
+    assert case.error() <= cases.TOLERANCE["float32"]
+
+
 def test_step_sizes_of_any_size(cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """Softplus of small, large and infinite numbers is that of torch."""
     variant = STEP.variants[0]
@@ -68,12 +87,17 @@ def test_step_sizes_of_any_size(cuda_emulator: ModuleType, tmp_path: Path) -> No
     assert case.error() <= cases.TOLERANCE["float32"]
 
 
-def test_rows_that_are_not_there_are_skipped(cuda_emulator: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernel", [STEP, DENSE_STEP], ids=lambda kernel: kernel.name)
+def test_rows_that_are_not_there_are_skipped(
+    kernel: Kernel, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
     """Below zero, or above the last; what is infinite there goes nowhere."""
-    variant = STEP.variants[0]
-    library = cuda_emulator.emulated(STEP, variant, tmp_path)
-    trial = cases.draw((4, 1, 8, 16), cases.Setting(indexed="int64"), "float32", "cpu")
-    case = trial.case("step", aligned=True)
+    variant = kernel.variants[0]
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    setting = cases.Setting(inputs=variant.text("inputs"), indexed="int64")
+    trial = cases.draw((4, 1, 64, 16), setting, "float32", "cpu")
+    case = trial.case(kernel.name, aligned=True)
+    assert kernel.rules.accepts(variant, case.problem) is None
     indices, out, x = (case.tensors[name] for name in ("indices", "out", "x"))
     assert indices is not None
     assert out is not None
@@ -96,7 +120,7 @@ def test_nothing_spills() -> None:
 
 
 def test_there_are_few_binaries() -> None:
-    assert len(FAMILY.variants()) == 17
+    assert len(FAMILY.variants()) == 19
 
 
 def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +131,7 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     "variant",
-    [v for v in TOKENS.variants if v.text("dtype") != "float16"],
+    [v for v in (*TOKENS.variants, *DENSE_TOKENS.variants) if v.text("dtype") != "float16"],
     ids=str,
 )
 def test_nothing_outside_of_the_chosen_slots_is_written(
@@ -115,13 +139,20 @@ def test_nothing_outside_of_the_chosen_slots_is_written(
 ) -> None:
     """With slots, bounds and numbers of tokens that are out of range, too."""
     torch.manual_seed(0)
-    library, dtype = cuda_emulator.emulated(TOKENS, variant, tmp_path), variant.text("dtype")
-    tied, inputs = variant.text("access") == "tied", "bfloat16"
+    kernel, access = FAMILY.kernel(variant.kernel, "cuda"), variant.text("access")
+    library, dtype = cuda_emulator.emulated(kernel, variant, tmp_path), variant.text("dtype")
     setting = cases.Setting(
-        inputs=inputs, tied=tied, tokens=True, drafted=True, moved=True, indexed="int64"
+        inputs="bfloat16",
+        tied=access == "tied",
+        tokens=True,
+        drafted=True,
+        moved=True,
+        indexed="int64",
     )
-    trial = cases.draw((4, 2, 8, 16), setting, dtype, "cpu")
-    case = trial.case("tokens", aligned=variant.text("access") != "generic")
+    shape = (4, 1, 64, 16) if access == "dense" else (4, 2, 8, 16)
+    trial = cases.draw(shape, setting, dtype, "cpu")
+    case = trial.case(kernel.name, aligned=access != "generic")
+    assert kernel.rules.accepts(variant, case.problem) is None
     tensors = case.tensors
     for name, numbers in {
         "indices": [[-(2**40), 0, 1], [2, 2**40, 3], [4, 5, 6], [7, 8, 9]],

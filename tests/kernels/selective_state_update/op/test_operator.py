@@ -24,9 +24,9 @@ SERVED = dict.fromkeys(("dst_state", "dst_indices", "seed", "cu_seqlens", "num_a
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
-def mamba(dtype: torch.dtype = torch.float32, slots: int = 3) -> dict[str, Any]:
+def mamba(dtype: torch.dtype = torch.float32, slots: int = 3, channels: int = 24) -> dict[str, Any]:
     """As in a block of Mamba: B and C are slices of one projection, x and z of another."""
-    batch, channels, states, rank = 3, 24, 16, 8
+    batch, states, rank = 3, 16, 8
     xz = torch.randn(batch, 2 * channels).to(dtype)
     projected = torch.randn(batch, rank + 2 * states).to(dtype)
     _, B, C = projected.split([rank, states, states], -1)
@@ -67,9 +67,25 @@ def altered(given: dict[str, Any], **others: Callable[[Tensor], Any]) -> dict[st
     return given | {name: how(given[name]) for name, how in others.items()}
 
 
+def dense(slots: int = 3) -> dict[str, Any]:
+    """As many channels as warps have rows."""
+    return mamba(torch.bfloat16, slots, 128)
+
+
+def in_heads(given: dict[str, Any], heads: int) -> dict[str, Any]:
+    """The same channels as those of heads."""
+    cut = dict.fromkeys(("state", "x", "dt", "z"), 1) | dict.fromkeys(("A", "D", "dt_bias"), 0)
+    return given | {name: given[name].unflatten(at, (heads, -1)) for name, at in cut.items()}
+
+
 def spread(tensor: Tensor) -> Tensor:
     """The same with gaps between its elements."""
     return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The same with a gap behind each row."""
+    return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
 
 
 def turned(tensor: Tensor) -> Tensor:
@@ -98,6 +114,32 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: altered(mamba(), x=lambda x: torch.stack([x] * 3, -1)[..., 1], z=spread),
         "aligned",
     ),
+    "dense rows": (dense, "dense"),
+    "dense rows of bfloat16": (lambda: altered(dense(), state=Tensor.bfloat16), "dense"),
+    "dense rows and indices": (
+        lambda: dense(5) | {"indices": torch.tensor([4, 9, -1, 9, 2])[::2]},
+        "dense",
+    ),
+    "dense rows, some of a larger pool": (
+        lambda: altered(dense(), state=lambda t: torch.stack([t] * 3, 1)[:, 1]),
+        "dense",
+    ),
+    "dense rows without z and D": (lambda: dense() | {"z": None, "D": None}, "dense"),
+    "dense rows, D and a bias in bfloat16": (
+        lambda: altered(dense(), D=Tensor.bfloat16, dt_bias=lambda t: spread(t.bfloat16())),
+        "dense",
+    ),
+    "dense rows of heads": (lambda: in_heads(dense(), 8), "dense"),
+    "a head for each dense row": (lambda: in_heads(dense(), 128), "dense"),
+    "rows of one group each": (
+        lambda: altered(
+            dense(), B=lambda t: torch.stack([t] * 2, 1), C=lambda t: torch.stack([t] * 2, 1)
+        ),
+        "aligned",
+    ),
+    "rows with gaps": (lambda: altered(dense(), state=padded), "aligned"),
+    "x off a boundary": (lambda: altered(dense(), x=off), "aligned"),
+    "dt with gaps": (lambda: altered(dense(), dt=spread), "aligned"),
     "no unit stride": (lambda: altered(mamba(), state=turned), "generic"),
     "B off a boundary": (lambda: altered(mamba(), B=off), "generic"),
     "A in bfloat16": (lambda: altered(mamba(), A=Tensor.bfloat16), "generic"),
@@ -124,9 +166,10 @@ def test_matches_plain_torch(
     given = Arguments(**make())
     wide = [t.double() if t is not None and t.is_floating_point() else t for t in given]
     expected = reference.step(*wide[:9], dt_softplus=softplus, indices=given.indices)
-    chunked = (given.state, given.A, given.B, given.C)
+    chunked, pieces = (given.state, given.A, given.B, given.C), (given.x, given.dt, given.z)
     call = plans.make_kernel_call(
-        check(tuple(given), softplus, -1, "auto"), softplus, -1, addresses_of(chunked)
+        *(check(tuple(given), softplus, -1, "auto"), softplus, -1),
+        *(addresses_of(chunked), addresses_of(pieces)),
     )
     kernel = FAMILY.kernel(call.problem.kernel, "cuda")
     variant = best(kernel, call.problem)
