@@ -14,8 +14,11 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: Bytes of a tile of one tensor.
 AREA = 4096
-#: The most channels, a lane of the scanning warp for each, and the fewest, below which most of these lanes are idle.
-_CHANNELS, _LEAST_CHANNELS = 32, 6
+#: The most channels, a lane of the scanning warp for each, and the fewest, below which most of these lanes are idle, so that tiles
+#: that look back are faster: backward, and forward where one has all of a batch, in elements.
+_CHANNELS, _LEAST_CHANNELS, _ONE_TILE = 32, 8, 5000
+#: The fewest channels otherwise.
+_FEWEST_CHANNELS = 6
 #: Batches below which kernels that cut time are faster: there is a CTA for each batch.
 _LEAST_BATCHES = 192
 
@@ -59,8 +62,10 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why a problem has other rows, or is too wide, or too small."""
     if not _fits_rows(problem):
         return "rows do not follow one another without gaps, or all are aligned"
-    if not _LEAST_CHANNELS <= problem.channels <= _CHANNELS:
-        return f"{problem.channels} channels; it takes {_LEAST_CHANNELS} to {_CHANNELS}"
+    one_tile = problem.channels * problem.time <= _ONE_TILE
+    least = _LEAST_CHANNELS if problem.direction == "backward" or one_tile else _FEWEST_CHANNELS
+    if not least <= problem.channels <= _CHANNELS:
+        return f"{problem.channels} channels; it takes {least} to {_CHANNELS}"
     if problem.batch < _LEAST_BATCHES:
         return f"{problem.batch} batches would leave most of a GPU idle"
     return None

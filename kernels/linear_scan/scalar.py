@@ -22,8 +22,8 @@ from scan_registry.kernels.linear_scan.problem import (
 from scan_registry.kernels.linear_scan.space import Tile
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
-#: By dtype and direction, the most steps of a thread, and CTAs for each SM. GPUs with the least shared memory, 99 KB for a CTA, have
-#: room for one. Archives have no room for more dtypes.
+#: By dtype and direction, the most steps of a thread, and CTAs of 8 warps for each SM; of 4 warps there are twice as many. GPUs with
+#: the least shared memory, 99 KB for a CTA, have room for one. Archives have no room for more dtypes.
 _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
     ("bfloat16", "forward"): (32, 5),
     ("bfloat16", "backward"): (32, 4),
@@ -32,6 +32,7 @@ _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
     ("float32", "forward"): (24, 4),
     ("float32", "backward"): (16, 4),
 }
+_MANY_WARPS, _FEW_WARPS = 8, 4
 #: Widths of columns that leave few of a CTA's 256 threads idle, for rows of more channels than the first width.
 _ACROSS = (32, 36, 42, 51, 64)
 #: Steps of a thread below which a tile is to have several batches.
@@ -57,10 +58,11 @@ _COUNTER = 16
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """The one that every wheel holds, if there is one."""
+    """Those that every wheel holds, if there are some: of many warps, and of few."""
     if (dtype, direction) in _STEPS_AND_BLOCKS:
         steps, blocks = _STEPS_AND_BLOCKS[dtype, direction]
-        yield {"warps": 8, "steps": steps, "blocks": blocks}
+        yield {"warps": _MANY_WARPS, "steps": steps, "blocks": blocks}
+        yield {"warps": _FEW_WARPS, "steps": steps, "blocks": 2 * blocks}
 
 
 def sums(variant: Variant) -> bool:
@@ -121,8 +123,11 @@ def times(variant: Variant) -> int:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """It takes only what it is the fastest for."""
-    return -1.0
+    """It takes only what it is the fastest for. Of few channels, few warps are faster where a tile has all of a batch, or of several:
+    a thread then has more rows, and fewer threads wait for one another."""
+    shape = tile_shape(variant, problem)
+    short = problem.channels <= _NARROW_ROW and (shape.joined or shape.times >= problem.time)
+    return -1.0 - (variant.number("warps") == (_FEW_WARPS if short else _MANY_WARPS))
 
 
 class TileShape(NamedTuple):

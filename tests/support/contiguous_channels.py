@@ -15,10 +15,10 @@ DIRECTIONS = ("forward", "backward")
 AROUND, UNTOUCHED = 512, 77.0
 
 
-def only_kernel(direction: str, access: str, dtype: str) -> tuple[Kernel, Variant]:
-    """A kernel, and its one variant of a dtype and an access."""
+def only_kernel(direction: str, access: str, dtype: str, **others: int) -> tuple[Kernel, Variant]:
+    """A kernel, and its one variant of a dtype, an access and other static parameters."""
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    pins = {("access", access), ("dtype", dtype)}
+    pins = {("access", access), ("dtype", dtype), *others.items()}
     (variant,) = (v for v in kernel.variants if pins <= {*v.statics})
     return kernel, variant
 

@@ -113,7 +113,7 @@ def a_problem(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize(("batch", "channels"), [(256, 21), (512, 25), (256, 7)])
+@pytest.mark.parametrize(("batch", "channels"), [(256, 21), (512, 25), (256, 9)])
 def test_many_batches_of_narrow_rows(direction: str, batch: int, channels: int) -> None:
     """They have a CTA each, and no other variant is preferred."""
     kernel, variant = the_kernel(direction)

@@ -27,8 +27,8 @@ WITH_ONE_GATE = ((2, 17, 50), (1, 33, 300), (2, 65, 130), (2, 5, 720))
 MANY_TILES = (1, 31, 9_000)
 
 
-def the_kernel(direction: str, dtype: str = "float32") -> tuple[Kernel, Variant]:
-    return only_kernel(direction, SCALAR, dtype)
+def the_kernel(direction: str, dtype: str = "float32", warps: int = 8) -> tuple[Kernel, Variant]:
+    return only_kernel(direction, SCALAR, dtype, warps=warps)
 
 
 def scattered(case: cases.Case, offset: int | None = None) -> tuple[LinearScanProblem, dict[str, torch.Tensor | None], list[torch.Tensor]]:  # fmt: skip
@@ -50,15 +50,19 @@ def scattered(case: cases.Case, offset: int | None = None) -> tuple[LinearScanPr
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("direction", "dtype"),
-    [*product(DIRECTIONS, ["float32", "bfloat16", "float16"])],
+    ("direction", "dtype", "warps"),
+    [
+        (direction, *of)
+        for direction in DIRECTIONS
+        for of in (("float32", 8), ("float32", 4), ("bfloat16", 4), ("float16", 8))
+    ],
 )
 def test_rows_at_any_address(
-    direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str, dtype: str, warps: int, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     """The results are right, whatever lies around the tensors, and nothing beside them changes."""
     torch.manual_seed(0)
-    kernel, variant = the_kernel(direction, dtype)
+    kernel, variant = the_kernel(direction, dtype, warps)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     for seed, (shape, states) in enumerate(product(SHAPES, (True, False))):
         setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
@@ -128,6 +132,9 @@ def test_one_gate_a_channel(dtype: str, cuda_emulator: ModuleType, tmp_path: Pat
         (posed("2899,6,32:float32"), True),
         (posed("10795,825,4:float32", "backward", gate_stride=0), True),
         (posed("64,2048,17:float32"), True),
+        (posed("256,512,7:float32"), True),
+        (posed("256,2000,7:float32", "backward"), True),
+        (posed("256,2000,7:float32"), False),
         (posed("64,2048,17:float32", "backward", gate_stride=0), True),
         (posed("8,4096,1024:bfloat16", alignment=2), True),
         (posed("8,4099,1001:bfloat16"), False),
@@ -144,9 +151,27 @@ def test_what_takes_few_columns(problem: LinearScanProblem, is_taken: bool) -> N
     kernel, variant = the_kernel(problem.direction, problem.dtype)
     assert (kernel.rules.accepts(variant, problem) is None) == is_taken
     taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-    assert (min(taking, key=lambda v: kernel.cost(v, problem)) == variant) == is_taken
+    best = min(taking, key=lambda v: kernel.cost(v, problem))
+    assert (best.text("access") == SCALAR) == is_taken
     assert kernel.tunable.shape is not None
     assert ("access=scalar" in kernel.tunable.shape(problem).kind) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("problem", "warps"),
+    [
+        (posed("1024,168,21:bfloat16"), 4),
+        (posed("1000,100,3:float32"), 4),
+        (posed("256,512,7:float32"), 8),
+        (posed("1,262144,21:float32"), 8),
+    ],
+    ids=repr,
+)
+def test_short_batches_take_few_warps(problem: LinearScanProblem, warps: int) -> None:
+    """Many warps where few would need another tile for a batch."""
+    kernel, _ = the_kernel(problem.direction, problem.dtype)
+    taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+    assert min(taking, key=lambda v: kernel.cost(v, problem)).number("warps") == warps
 
 
 def test_every_gpu_has_room_for_a_tile() -> None:
