@@ -12,6 +12,7 @@ from scan_registry.kernels.linear_scan import (
     registers,
     rings,
     scalar,
+    short_rows,
     space,
 )
 from scan_registry.kernels.linear_scan.problem import Direction, Layout
@@ -21,6 +22,7 @@ from scan_registry.kernels.linear_scan.space import (
     MULTI_CTA,
     NARROW,
     SCALAR,
+    SHORT,
     VARLEN,
     Tile,
 )
@@ -34,27 +36,32 @@ _OF_ACCESS = {
     NARROW: narrow.tiles,
     CONSTANT_GATE: constant_gate.tiles,
     SCALAR: scalar.tiles,
+    SHORT: short_rows.tiles,
 }
 
 
 def usual(layout: Layout, direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
     """The tiles that every wheel holds."""
+    if access in _OF_ACCESS:
+        return list(_OF_ACCESS[access](direction, dtype))
     if layout == "time_last":
-        if access == VARLEN:
-            return list(packed_rows(direction, dtype))
-        if access == MISALIGNED:
-            return [*_misaligned_rows(direction, dtype), *_cut_rows(direction, dtype)]
-        short, long = registers.time_last_tiles()
-        if access == "generic":
-            return mixed(layout) if ITEM_SIZE[dtype] == 8 else (short, long)
-        # In dtypes of 8 bytes, generic variants take short rows.
-        return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
+        return _rows(direction, dtype, access)
     if access == "generic":
         return mixed(layout)
-    of_access = _OF_ACCESS.get(access)
-    return list(
-        of_access(direction, dtype) if of_access else _column_and_cut(direction, dtype, access)
-    )
+    return list(_column_and_cut(direction, dtype, access))
+
+
+def _rows(direction: Direction, dtype: str, access: str) -> Sequence[Tile]:
+    """Of contiguous time."""
+    if access == VARLEN:
+        return list(packed_rows(direction, dtype))
+    if access == MISALIGNED:
+        return [*_misaligned_rows(direction, dtype), *_cut_rows(direction, dtype)]
+    short, long = registers.time_last_tiles()
+    if access == "generic":
+        return mixed("time_last") if ITEM_SIZE[dtype] == 8 else (short, long)
+    # In dtypes of 8 bytes, generic variants take short rows.
+    return (long,) if ITEM_SIZE[dtype] == 8 else [short, long, *_cut_rows(direction, dtype)]
 
 
 def mixed(layout: Layout) -> Sequence[Tile]:
@@ -121,7 +128,7 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
 def ships(statics: Pins, target: Target) -> bool:
     """Whether wheels hold the variant. Kernels that were timed on an H200 alone, and that other kernels can stand in for, are in
     archives of capability 9.0 alone: the other archives have no room."""
-    replaceable = dict(statics)["access"] in (CONSTANT_GATE, MULTI_CTA)
+    replaceable = dict(statics)["access"] in (CONSTANT_GATE, MULTI_CTA, SHORT)
     return not replaceable or (not target.is_ptx and target.capability == _TIMED)
 
 

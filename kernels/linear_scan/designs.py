@@ -13,10 +13,11 @@ from scan_registry.kernels.linear_scan import (
     narrow,
     registers,
     scalar,
+    short_rows,
     streams,
 )
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.space import CONSTANT_GATE, MULTI_CTA, NARROW, SCALAR
+from scan_registry.kernels.linear_scan.space import CONSTANT_GATE, MULTI_CTA, NARROW, SCALAR, SHORT
 from scan_registry.kernels.model import Launch, Variant
 
 
@@ -45,6 +46,7 @@ _OF_ACCESS: dict[str, Design] = {
     NARROW: narrow,
     CONSTANT_GATE: constant_gate,
     SCALAR: scalar,
+    SHORT: short_rows,
 }
 
 

@@ -39,12 +39,14 @@ NARROW = "narrow"
 SCALAR = "scalar"
 #: Few contiguous channels at any address, each with one gate for all time steps.
 CONSTANT_GATE = "constant_gate"
+#: Short rows of contiguous time, without gaps between rows.
+SHORT = "short"
 #: Misaligned rows of contiguous channels, in columns that several CTAs share.
 MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
 #: chosen.
 PLAIN = {
-    "time_last": ("aligned", MISALIGNED),
+    "time_last": (SHORT, "aligned", MISALIGNED),
     "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
 }
 

@@ -6,7 +6,7 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu``, ``reduction.cu`` and ``gates
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
 16-byte boundaries, ``multi_cta`` such rows in few columns of 16-bit elements, ``narrow`` few contiguous channels of float32 at any
 address, ``scalar`` contiguous channels at any address, in tiles that look back, ``constant_gate`` few such channels with one gate
-for all steps; ``generic`` takes all.
+for all steps, ``short`` short rows of contiguous time without gaps; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -163,6 +163,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         **({"CONSTANT_GATE": 1} if access == space.CONSTANT_GATE else {}),
         # The first row of each scan in a tile starts a new one.
         **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),
+        **({"SHORT_ROWS": 1} if access == space.SHORT else {}),
         **({"MISALIGNED": 1} if access == space.MULTI_CTA else {}),
         "STAGES": 0,
         "PREFIX_LEAD": 0,

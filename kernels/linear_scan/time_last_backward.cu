@@ -7,9 +7,31 @@
 // which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged) and time_last.cuh (held in registers).
+// time_stream.cuh (staged), short_rows.cuh (short rows without gaps) and time_last.cuh (held in registers).
 #include "../common/compiler.cuh"
-#if STAGES
+#if SHORT_ROWS
+#include "short_rows.cuh"
+
+// The gradients of a thread's steps, which take the place of gates and of states_grad in shared memory.
+struct Finishing {
+    const Tile& tile;
+    const State initial;
+    State h;
+
+    template <int N>
+    __device__ void steps(char* cell, int left) {
+        const Inputs<N> in(cell, tile.apart);
+        State earlier[N];  // of the row's last step in the order of the scan it is not among the states
+#pragma unroll
+        for (int k = 0; k < N; k++) earlier[k] = element(cell + (k + 1) * tile.apart + 2 * AREA);
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            const auto to = BackwardStep::gradients(in.first[k], in.second[k], chosen(left == k + 1, initial, earlier[k]), h);
+            put(cell + k * tile.apart, to.gate), put(cell + k * tile.apart + AREA, to.token), h = to.earlier;
+        }
+    }
+};
+#elif STAGES
 #include "time_stream.cuh"
 
 struct Backward {
@@ -364,7 +386,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
 #ifdef REVERSE
     flags = (flags & ~i64(1)) | REVERSE;
 #endif
-#if STAGES
+#if SHORT_ROWS
+    const Tile tile(batch * channels, time, !(flags & 1), flags);
+    copy_in(tile, 0, gates);
+    copy_in(tile, 1, states_grad);
+    if (gates_grad) copy_in(tile, 2, states);
+    const i64 own_state = tile.row() * state_channel;
+    const auto state = [&](const State* of) { return tile.own && of ? of[own_state] : State(0); };
+    const State entering = state(final_state_grad), initial = state(initial_state);
+    await_copies();
+    Finishing pass{tile, initial, enter_steps<BackwardStep>(tile, entering)};
+    for_own(tile, pass);
+    if (initial_state_grad && tile.ends()) initial_state_grad[own_state] = pass.h;
+    __syncthreads();
+    if (gates_grad) copy_out(tile, 0, gates_grad);
+    if (tokens_grad) copy_out(tile, 1, tokens_grad);
+#elif STAGES
     State* const sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     if (sums) gates_grad = nullptr;
     const Scans scans(batch, channels, time, {states_grad_batch, states_grad_channel});

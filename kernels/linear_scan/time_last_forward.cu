@@ -4,8 +4,24 @@
 // of the row give the state that enters each chunk, and a second pass over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
 // 6 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged) and time_last.cuh (held in registers).
-#if STAGES
+// time_stream.cuh (staged), short_rows.cuh (short rows without gaps) and time_last.cuh (held in registers).
+#if SHORT_ROWS
+#include "short_rows.cuh"
+
+// The states of a thread's steps, which take the place of tokens in shared memory.
+struct Finishing {
+    const Tile& tile;
+    State x;
+
+    template <int N>
+    __device__ void steps(char* cell, int) {
+        const Inputs<N> in(cell, tile.apart);
+#pragma unroll
+        for (int k = 0; k < N; k++)
+            put(cell + k * tile.apart + AREA, x = ForwardStep::map(in.first[k], in.second[k])(x));
+    }
+};
+#elif STAGES
 #include "time_stream.cuh"
 
 struct Forward {
@@ -258,7 +274,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
 #ifdef REVERSE
     flags = REVERSE;
 #endif
-#if STAGES
+#if SHORT_ROWS
+    const Tile tile(batch * channels, time, flags & 1, flags);
+    copy_in(tile, 0, gates);
+    copy_in(tile, 1, tokens);
+    const i64 own_state = tile.row() * state_channel;
+    const State initial = tile.own && initial_state ? initial_state[own_state] : State(0);
+    await_copies();
+    Finishing pass{tile, enter_steps<ForwardStep>(tile, initial)};
+    for_own(tile, pass);
+    if (final_state && tile.ends()) final_state[own_state] = pass.x;
+    __syncthreads();
+    copy_out(tile, 1, states);
+#elif STAGES
     const Scans scans(batch, channels, time, {tokens_batch, tokens_channel});
     const Forward of{{gates, gates_batch, gates_channel},
                      {tokens, tokens_batch, tokens_channel},

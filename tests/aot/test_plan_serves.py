@@ -113,7 +113,7 @@ def test_the_problems_are_of_all_kinds() -> None:
         for kernel in FAMILY.kernels
         if kernel.tunable.shape and kernel.name == problem.kernel and not problem.sums
     }
-    few = {"constant_gate", "multi_cta", "scalar"}
+    few = {"constant_gate", "multi_cta", "scalar", "short"}
     assert kinds == {"aligned", "generic", "misaligned", "varlen"} | few
 
 

@@ -73,7 +73,6 @@ class LinearScan(Operator):
         "time_last:4096,512,64",
         "time_last:65536,64,16",
         "time_last:3,1537,4099",
-        *(f"time_last:8,1536,{time}" for time in (299, 99)),
         "time_last:1,1,16777213",
         "channel_last:8,1001,4099",
         "channel_last:1,1024,1048576:sequences=64",

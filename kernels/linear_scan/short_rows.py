@@ -1,0 +1,125 @@
+"""Short rows of contiguous time that follow one another without gaps, and are not all aligned (``short_rows.cuh``): the tiles,
+what takes them, and how they launch.
+
+A CTA has a tile of whole rows, each of which some lanes share. So nothing is exchanged between CTAs, and tiles are copied as they
+lie in memory, wherever rows start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem, ceil_div
+from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
+
+#: By the bytes of an element and the direction: pairs of the most steps of a thread, and CTAs for each SM. The first one that has
+#: room for a row takes it.
+_STEPS_AND_BLOCKS: dict[tuple[int, Direction], tuple[tuple[int, int], ...]] = {
+    (2, "forward"): ((34, 5),),
+    (2, "backward"): ((20, 6), (34, 4)),
+    (4, "forward"): ((20, 5),),
+    (4, "backward"): ((20, 3),),
+}
+#: Numbers of lanes that may share a row, steps of a lane above which more lanes share it, and threads of a launch below which more
+#: do unless they have few steps: as many as an H100 or H200 has with a CTA on each SM.
+_LANES, _MANY_STEPS, _THREADS, _FEW_STEPS = (1, 2, 4, 8, 16, 32), 20, 132 * 256, 5
+#: Numbers of steps that a lane may have for one number of lanes, and how many reads of shared memory take as long as what a thread
+#: does beside its steps.
+_PADDED, _BESIDE_STEPS = 3, 16
+#: Bytes of a piece. One lies after the tiles, since a thread may read the element after its row.
+_PIECE = 16
+#: Rows that the kernel counts.
+_MOST_ROWS = 2**31 - 1
+
+
+def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
+    """Those that every wheel holds."""
+    for steps, blocks in _STEPS_AND_BLOCKS.get((ITEM_SIZE[dtype], direction), ()):
+        yield {"warps": 8, "steps": steps, "blocks": blocks}
+
+
+def sums(variant: Variant) -> bool:
+    return False
+
+
+def shared(direction: Direction, variant: Variant) -> int:
+    """Bytes of the tiles of all inputs."""
+    threads = 32 * variant.number("warps")
+    area = threads * variant.number("steps") * ITEM_SIZE[variant.text("dtype")]
+    return (2 if direction == "forward" else 3) * area + _PIECE
+
+
+def times(variant: Variant) -> int:
+    """The most time steps of a row."""
+    return _LANES[-1] * variant.number("steps")
+
+
+def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
+    """Why it does not solve a problem, or is not the fastest for it."""
+    if problem.time > times(variant):
+        return f"{problem.time} steps; it takes {times(variant)}"
+    if problem.sums or problem.has_one_gate():
+        return "each row has one gate for all time steps"
+    if problem.alignment < _PIECE or problem.whole_chunks(problem.chunk()):
+        return "rows are aligned, or tensors start off a 16-byte boundary"
+    if problem.batch * problem.channels > _MOST_ROWS or not _follow(problem):
+        return "rows do not follow one another without gaps"
+    return None
+
+
+def _follow(problem: LinearScanProblem) -> bool:
+    """Whether rows, and the states of rows, follow one another."""
+    tensors, time = problem.sequence_strides(), problem.time
+    return (
+        problem.folds()
+        and (problem.channels == 1 or all(strides.channel == time for strides in tensors))
+        and (problem.channels > 1 or problem.batch == 1 or all(s.batch == time for s in tensors))
+    )
+
+
+def cost(variant: Variant, problem: LinearScanProblem) -> float:
+    """Below the costs of all other kernels, and the smaller the fewer steps a thread may have, so that more CTAs share an SM."""
+    return variant.number("steps") - 1e7
+
+
+@cache
+def lanes_and_steps(rows: int, time: int, item: int) -> tuple[int, int]:
+    """How many lanes share a row of elements of so many bytes, and how many steps a lane has: such that threads have little to do
+    beside their steps, lanes of a warp seldom read the same bank of shared memory, which some steps too many may change, and
+    every SM has a CTA."""
+    numbers = [
+        lanes
+        for lanes in _LANES
+        if (steps := ceil_div(time, lanes)) <= _MANY_STEPS
+        and (rows * lanes >= _THREADS or steps <= _FEW_STEPS)
+    ]
+    choices = [
+        (lanes, ceil_div(time, lanes) + more)
+        for lanes in numbers[:2] or [_LANES[-1]]
+        for more in range(_PADDED if lanes > 1 else 1)
+    ]
+
+    def cost(choice: tuple[int, int]) -> int:
+        lanes, steps = choice
+        return lanes * (_BESIDE_STEPS + steps * (1 + _wavefronts(time, item, lanes, steps)))
+
+    return min(choices, key=cost)
+
+
+def _wavefronts(time: int, item: int, lanes: int, steps: int) -> int:
+    """How often shared memory is read for the first step of each of a warp's lanes: once for each word of the same bank."""
+    of_bank: dict[int, set[int]] = {}
+    for thread in range(32):
+        word = (thread // lanes * time + thread % lanes * steps) * item // 4
+        of_bank.setdefault(word % 32, set()).add(word)
+    return max(map(len, of_bank.values()))
+
+
+def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
+    """A CTA for each tile."""
+    rows = problem.batch * problem.channels
+    lanes, steps = lanes_and_steps(rows, problem.time, ITEM_SIZE[problem.dtype])
+    ctas = ceil_div(rows * lanes, 32 * variant.number("warps"))
+    return Launch((ctas, 1, 1), problem.scalars(lanes | steps << 8))

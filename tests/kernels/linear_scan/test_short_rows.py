@@ -1,0 +1,109 @@
+"""CUDA kernels of linear_scan over short rows of contiguous time, in an emulator of the GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from contiguous_channels import DIRECTIONS, UNTOUCHED, surrounded
+
+from scan_registry.kernels.linear_scan import cases, short_rows
+from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.space import SHORT
+from scan_registry.kernels.linear_scan.spec import FAMILY
+from scan_registry.kernels.model import Kernel, Variant
+
+#: (batch, channels, time): a step; some lanes for each row, of which the last ones may have no step, and all; rows that fill no
+#: tile, or several; and so many rows that few lanes share each.
+SHAPES = (
+    *((1, 5, 1), (300, 1, 3), (7, 41, 21), (1, 33, 197), (2, 11, 333), (3, 1, 639), (1, 1, 35)),
+    (17000, 1, 13),
+)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def first_variant(direction: str, dtype: str) -> tuple[Kernel, Variant]:
+    kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
+    pins = {("access", SHORT), ("dtype", dtype)}
+    return kernel, next(v for v in kernel.variants if pins <= {*v.statics})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "dtype"), [*product(DIRECTIONS, DTYPES)])
+def test_short_rows(direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+    """The results are right, and nothing beside them changes."""
+    kernel, variant = first_variant(direction, dtype)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    for seed, (shape, states) in enumerate(product(SHAPES, (True, False))):
+        setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
+        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
+        assert kernel.rules.accepts(variant, case.problem) is None, shape
+        tensors, memories = dict(case.tensors), []
+        for name, tensor in case.tensors.items():
+            if tensor is not None and tensor.dim() == 4:
+                memory, tensors[name] = surrounded(tensor, 0, UNTOUCHED)
+                memories += [memory] if name in case.expected else []
+        library.run(case.problem, tensors, seed)
+        assert replace(case, tensors=tensors).error() <= cases.TOLERANCE[dtype], (shape, setting)
+        for name in case.expected:
+            tensors[name].fill_(UNTOUCHED)
+        assert all(bool((memory == UNTOUCHED).all()) for memory in memories), (shape, setting)
+
+
+def posed(
+    shape: tuple[int, int, int], dtype: str, direction: str, gap: int = 0
+) -> LinearScanProblem:
+    batch, channels, time = shape
+    row = Strides(0, channels * (time + gap), time + gap, 1)
+    return LinearScanProblem(
+        direction=direction,  # type: ignore[arg-type]
+        layout="time_last",
+        dtype=dtype,
+        gates_dtype=dtype,
+        outer=1,
+        batch=batch,
+        channels=channels,
+        time=time,
+        strides=(row,) * (len(STRIDED[direction]) - 1) + (Strides(0, channels, 1, 0),),  # type: ignore[index]
+        alignment=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "gap", "access"),
+    [
+        ((16, 768, 197), "bfloat16", 0, SHORT),
+        ((64, 384, 577), "float32", 0, SHORT),
+        ((32, 512, 1025), "float16", 0, SHORT),
+        ((32, 512, 1025), "float32", 0, "misaligned"),
+        ((16, 768, 200), "bfloat16", 0, "aligned"),
+        ((16, 768, 197), "bfloat16", 8, "misaligned"),
+        ((16, 768, 1101), "bfloat16", 0, "misaligned"),
+        ((16, 768, 197), "float64", 0, "generic"),
+    ],
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_takes_short_rows(
+    shape: tuple[int, int, int], dtype: str, gap: int, access: str, direction: str
+) -> None:
+    problem = posed(shape, dtype, direction, gap)
+    kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
+    assert kernel.tunable.shape is not None
+    assert f"access={access}" in kernel.tunable.shape(problem).kind
+
+
+def test_lanes_that_share_rows() -> None:
+    """One for a row of few steps, all for the longest rows, and more where rows are few. Lanes have room for all steps, and those of
+    common rows read different banks of shared memory."""
+    assert short_rows.lanes_and_steps(1 << 20, 9, 2) == (1, 9)
+    assert short_rows.lanes_and_steps(1 << 20, 1025, 2)[0] == 32
+    assert short_rows.lanes_and_steps(16 * 768, 197, 2) == (16, 14)
+    assert (
+        short_rows.lanes_and_steps(3680, 79, 2)[0] > short_rows.lanes_and_steps(1 << 20, 79, 2)[0]
+    )
+    for rows, time, item in product((1, 1 << 20), range(1, 1089, 3), (2, 4)):
+        lanes, steps = short_rows.lanes_and_steps(rows, time, item)
+        assert lanes * steps >= time
