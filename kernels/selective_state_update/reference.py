@@ -180,9 +180,8 @@ def random_bits(seed: Tensor, slots: Tensor, rows: int, states: int) -> Tensor:
 
 def stochastically_rounded(new: Tensor, dtype: torch.dtype, seed: Tensor, slots: Tensor) -> Tensor:
     """New states of slots, in float32, each rounded to a neighbour in ``dtype``, of 16 bits."""
-    flat = (
-        new.float().flatten(1, -2).contiguous()
-    )  # -1 would not say how many rows there are of no slots
+    # Not by -1, which no slots at all would leave open.
+    flat = new.float().flatten(1, -2).contiguous()
     bits = random_bits(seed, slots, *flat.shape[1:]).to(torch.int32)
     if dtype == torch.bfloat16:
         raised, mask = torch.zeros_like(flat), -0x10000

@@ -254,6 +254,20 @@ def test_calls_in_which_no_sequence_has_a_slot(
     assert torch.equal(state, before)
 
 
+def test_rounding_where_no_state_is_written() -> None:
+    """A batch of padding, and drafts whose states are not wanted: outputs are there, and no slot changes."""
+    state, call = torch.randn(3, 4, 3, 8).bfloat16(), token_inputs(2, (4, 3), 8)
+    before, seed, none = state.clone(), torch.tensor([1]), torch.tensor([-1, -1])
+    read = {"state_batch_indices": torch.tensor([0, 2])}
+    expected = selective_state_update(state.clone(), **call, **read)
+    rows = {**read, "dst_state_batch_indices": none}
+    out = selective_state_update(state, **call, **rows, rand_seed=seed)
+    torch.testing.assert_close(out, expected)
+    out = selective_state_update(state, **call, state_batch_indices=none, rand_seed=seed)
+    assert (out == 0).all()
+    assert torch.equal(state, before)
+
+
 def test_rounding_at_random_keeps_changes_that_rounding_to_nearest_loses() -> None:
     """A state near 1 that gains a thousandth in each of many steps."""
     state = torch.ones(1, 64, 1).bfloat16()
