@@ -277,20 +277,22 @@ class UpdateRows(NamedTuple):
     accepted: Tensor | None = None
     pad_slot_id: int = -1
 
-    def alone(self, number: int, device: Any) -> UpdateRows:
-        """Those of one packed sequence, by itself."""
+    def alone(self, number: int, slots: int, device: Any) -> UpdateRows:
+        """Those of one packed sequence, by itself, with -1 where there is no row. ``pad_slot_id`` stands for indices that are
+        passed, and not for the number of a sequence without any."""
 
         def own(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[number : number + 1]
 
-        def own_row(rows: Tensor | None) -> Tensor | None:
-            return None if rows is None else rows.masked_fill(rows == self.pad_slot_id, -1)
-
-        indices = own_row(own(self.indices))
-        if indices is None:  # its own number is no index, and may be that of pad_slot_id
-            indices = torch.tensor([number], device=device)
-        destinations = own_row(own(self.destinations))
-        return UpdateRows(own(self.positions), indices, destinations, accepted=own(self.accepted))
+        read, written = own(self.indices), own(self.destinations)
+        return UpdateRows(
+            own(self.positions),
+            torch.tensor([number], device=device)
+            if read is None
+            else self.of(read, 1, slots, device),
+            None if written is None else self.of(written, 1, slots, device),
+            accepted=own(self.accepted),
+        )
 
     def of(self, indices: Tensor | None, sequences: int, slots: int, device: Any) -> Tensor:
         """Row numbers, -1 where there is none."""
@@ -317,7 +319,7 @@ def update(
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
-        own = rows.alone(number, x.device)
+        own = rows.alone(number, state.shape[0], x.device)
         part = x[..., start:end]
         y[..., start:end] = _update(part, state, weight, bias, own, silu, before)
     return y

@@ -413,11 +413,12 @@ def plan_update(*args: Any) -> Callable[..., Any]:
     """The plan of ``update``, from its tensors and options."""
     *tensors, options = args
     arguments = UpdateArguments(*tensors)
+    if not arguments.x.numel():
+        return lambda x, *_: torch.empty_like(x)
 
     def by_reference(*tensors: Any) -> Any:
         own = UpdateArguments(*tensors)
-        rows = own.rows(options.pad_slot_id)
-        return _like(own.x, reference.update(*own[:4], rows, options.silu))
+        return _like(own.x, reference.update(*own[:4], own.rows(options.pad_slot_id), options.silu))
 
     if _is_plain(arguments.x, options):
         return causal_conv1d_cpu.plan_update(arguments, options) or by_reference
@@ -429,10 +430,9 @@ def plan_update(*args: Any) -> Callable[..., Any]:
 
     def plan(*tensors: Any) -> Any:
         named = UpdateArguments(*tensors)._asdict()
-        weight, bias = named["weight"], named["bias"]
-        named["weight"] = weight.contiguous()
+        bias, y = named["bias"], torch.empty_like(named["x"])
+        named["weight"] = named["weight"].contiguous()
         named["bias"] = bias if bias is None else bias.contiguous()
-        y = torch.empty_like(named["x"])
         run({**named, "y": y})
         return y
 

@@ -169,6 +169,40 @@ def test_a_destination_that_is_no_row_leaves_the_pool() -> None:
     assert torch.equal(pool[2, :, -1], x[1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_pad_slot_is_no_sequence_s_own_number(device: str) -> None:
+    """Packed sequences without indices have the rows of their own numbers, whatever ``pad_slot_id`` is."""
+    torch.manual_seed(0)
+    server = Server(4, 5, torch.float32, device)
+    server.pool = server.pool[:2].clone()
+    bounds, copy = torch.tensor([0, 2, 5]), server.pool.clone()
+    x = torch.randn(5, CHANNELS)
+    for pad in (0, 1):
+        server.pool = copy.clone()
+        y = server.update(x, cu_seqlens=bounds, pad_slot_id=pad)
+        for row, (start, end) in enumerate(pairwise(bounds.tolist())):
+            server.check(y[start:end], server.loop(copy[row, :, -3:].cpu(), x[start:end]))
+        assert not (server.pool == copy).flatten(1).all(1).any()
+    rows = {"dst_conv_state_indices": torch.tensor([1, 0])}
+    server.pool = copy.clone()
+    server.update(x[:4], cu_seqlens=torch.tensor([0, 4, 4]), pad_slot_id=1, **rows)
+    assert torch.equal(server.pool, copy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_no_tokens_change_no_row(packed: bool, device: str) -> None:
+    """However rows are laid out, and wherever they are written to."""
+    server = Server(4, 7, torch.float32, device)
+    before = server.pool.clone()
+    x = torch.randn(0, CHANNELS) if packed else torch.randn(2, CHANNELS, 0)
+    bounds = {"cu_seqlens": torch.zeros(3, dtype=torch.int32)} if packed else {}
+    for options in ({}, {"num_accepted_tokens": NUMBERS}, {"dst_conv_state_indices": NUMBERS + 5}):
+        y = server.update(x, conv_state_indices=NUMBERS, **bounds, **options)
+        assert y.shape == x.shape
+        assert torch.equal(server.pool, before)
+
+
 NUMBERS = torch.tensor([0, 2])
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a ring of drafts": (
