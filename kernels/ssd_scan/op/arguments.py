@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scan_registry.base.symbols import same_shape
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.ops.checks import as_bool, as_index, check_cu_seqlens, check_tensors, described
 from scan_registry.ops.values import as_int32
@@ -152,7 +153,7 @@ def _check_shapes(
             f"x has shape {tuple(x.shape)}; it must be (batch, time, heads, size of a head) with one head at least"
         )
     batch, time, heads, size = x.shape
-    fits = B.dim() == 4 and tuple(B.shape[:2]) == (batch, time)
+    fits = B.dim() == 4 and same_shape(B.shape[:2], (batch, time))
     if not fits or B.shape[2] < 1 or heads % B.shape[2] or B.shape[3] < 1:
         raise ValueError(
             f"B has shape {tuple(B.shape)}; for x of shape {tuple(x.shape)} it must be ({batch}, {time}, groups, "
@@ -173,7 +174,7 @@ def _check_shapes(
     }
     every = present if seq_idx is None else {**present, "seq_idx": seq_idx}
     for name, shapes in accepted.items():
-        if name in every and tuple(every[name].shape) not in shapes:
+        if name in every and not any(same_shape(every[name].shape, shape) for shape in shapes):
             raise ValueError(
                 f"{name} has shape {tuple(every[name].shape)}; for x of shape {tuple(x.shape)} and B of shape "
                 f"{tuple(B.shape)} it must be {' or '.join(map(str, shapes))}"

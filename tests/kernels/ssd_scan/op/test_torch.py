@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
-from scan_registry import ssd_scan
+from scan_registry import StateRows, ssd_scan
 from scan_registry.kernels.ssd_scan import reference
 from scan_registry.kernels.ssd_scan.op.arguments import normalised
 
@@ -200,3 +200,19 @@ def test_one_tensor_as_several_arguments() -> None:
         return gradient
 
     torch.testing.assert_close(of(ssd_scan), of(lambda *t: reference.forward(*t)[0]))
+
+
+def test_compiles_where_equal_sizes_are_symbolic_and_known() -> None:
+    """Sequences have a symbolic number in the inputs, and a known one in the rows of a pool."""
+    x, dt, projection = torch.randn(2, 2, 2, 4), torch.rand(2, 2, 2), torch.randn(2, 2, 1, 8)
+    A, pool = -torch.rand(2), torch.randn(8, 2, 4, 8)
+
+    def run(pool: Tensor, *tensors: Tensor) -> Tensor:
+        rows = StateRows(pool, torch.tensor([3, -1]))
+        out: Tensor = ssd_scan(*tensors, initial_state=rows)
+        return out
+
+    copy, tensors = pool.clone(), (x, dt, A, projection, projection)
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(copy, *tensors), run(pool, *tensors))
+    torch.testing.assert_close(copy, pool)
