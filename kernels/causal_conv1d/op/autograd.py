@@ -26,7 +26,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
 from scan_registry.kernels.causal_conv1d.op.flops import FORMULAS
 from scan_registry.ops import flops
 from scan_registry.ops.autograd import Derivatives, Gradients, Pass, Recorded, Tensors
-from scan_registry.ops.call import fast_path, unobserved, unwatched
+from scan_registry.ops.call import fast_path, has_tangents, unobserved, unwatched
 from scan_registry.ops.checks import refuse_mapped
 from scan_registry.ops.registration import register
 from scan_registry.ops.sharded import call_sharded
@@ -208,6 +208,8 @@ def _update_fake(*args: Any) -> Tensor:
 
 def _update_autograd(*args: Any) -> Any:
     """It has no derivative: y is a constant, as the state is."""
+    if has_tangents(*args[:4]):
+        raise RuntimeError("causal_conv1d_update has no derivative, and a tensor has a tangent")
     with torch._C._AutoDispatchBelowAutograd():
         y = _update_op(*args)
     increment_version(args[1])

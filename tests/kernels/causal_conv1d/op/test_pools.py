@@ -273,6 +273,14 @@ def test_refuses(name: str) -> None:
     assert torch.equal(arguments["conv_state"], before)
 
 
+def test_refuses_tangents() -> None:
+    pool, weight = torch.randn(2, 3, 4), torch.randn(3, 4)
+    x, before = torch.randn(2, 3), pool.clone()
+    with pytest.raises(RuntimeError, match="a tensor has a tangent"):
+        torch.func.jvp(lambda x: causal_conv1d_update(x, pool, weight), (x,), (x,))
+    assert torch.equal(pool, before)
+
+
 def test_compiles() -> None:
     """All options in a graph of torch.compile, whose results are those of eager calls."""
     torch.manual_seed(0)
