@@ -4,7 +4,7 @@
 
 // Whether copies have the hint: not where NVRTC would give the hint a wrong register (linear_scan/notes/launching.md;
 // ci/gates.py).
-#if MISALIGNED && __CUDA_ARCH__ >= 1000
+#if (MISALIGNED || SHORT_ROWS) && __CUDA_ARCH__ >= 1000
 enum : bool { HINTED = false };
 #else
 enum : bool { HINTED = true };

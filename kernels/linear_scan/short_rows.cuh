@@ -16,9 +16,9 @@
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "../common/compiler.cuh"
-#include "../common/copy.cuh"
 #include "../common/global_memory.cuh"
 #include "../common/shared_memory.cuh"
+#include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/step.cuh"
 
 enum : int {
@@ -27,8 +27,6 @@ enum : int {
     AREA = THREADS * STEPS * ITEM,  // bytes of the tile of one tensor (short_rows.py)
     AT_ONCE = 4,                    // elements that are read before any is computed
 };
-// Whether copies have the hint to the L2: not where NVRTC would give it a wrong register (copy_hint.cuh).
-enum : bool { HINTED = __CUDA_ARCH__ < 1000 };
 
 // The CTA's rows, and of one of them this thread's steps.
 struct Tile {
@@ -67,8 +65,8 @@ __device__ inline void copy_in(const Tile& tile, int input, const Storage* tenso
     const u64 area = from_lane(reinterpret_cast<u64>(dynamic_shared() + input * AREA), threadIdx.x % 32);
     char* const to = reinterpret_cast<char*>(area);
 #pragma unroll 1
-    for (int at = threadIdx.x * PIECE; at < whole; at += THREADS * PIECE) copy_async<HINTED>(to + at, from + at, true);
-    if (part && threadIdx.x == 0) copy_async_first<HINTED>(to + whole, from + whole, part, true);
+    for (int at = threadIdx.x * PIECE; at < whole; at += THREADS * PIECE) copy_async(to + at, from + at, true);
+    if (part && threadIdx.x == 0) copy_async_first(to + whole, from + whole, part, true);
 }
 __device__ inline void copy_out(const Tile& tile, int input, const Storage* tensor) {
     char* const to = tile.start(tensor);

@@ -46,7 +46,7 @@ MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
 #: chosen.
 PLAIN = {
-    "time_last": (SHORT, "aligned", MISALIGNED),
+    "time_last": ("aligned", SHORT, MISALIGNED),
     "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
 }
 

@@ -95,8 +95,12 @@ def spare_labels(kernel: Kernel) -> list[str]:
 def defaults(kernel: Kernel, arch: str) -> set[str]:
     """Labels of the defaults that an architecture's archives have."""
     held = kernel.by_text.values()
-    target, serves = Target.parse(arch), kernel.rules.serves
-    return {kernel.label(variant) for variant in held if serves(variant.statics, target)}
+    target, rules = Target.parse(arch), kernel.rules
+    return {
+        kernel.label(variant)
+        for variant in held
+        if rules.serves(variant.statics, target) and rules.ships(variant.statics, target)
+    }
 
 
 def planned(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, arch: str) -> dict[str, bool]:
