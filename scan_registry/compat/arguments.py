@@ -39,11 +39,17 @@ def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meani
         )
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on where a tensor is; torch refuses to say so of devices that have none, such as meta."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def check_dtypes(x: str, tensors: Mapping[str, Any], matrices: Collection[str]) -> None:
     """Refuse tensors that are not real, are float64 beside a narrower ``tensors[x]``, or are ``matrices`` that torch would
     not multiply with its dtype, which autocast may change."""
     own = tensors[x].dtype
-    cast = torch.is_autocast_enabled(tensors[x].device.type)
+    cast = is_autocast(tensors[x])
     for name, value in tensors.items():
         dtype = value.dtype
         if dtype not in _REAL:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dtypes
+from scan_registry.compat.arguments import as_flag, check_dtypes, is_autocast
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
@@ -305,7 +305,7 @@ def _inner(
         backend=backend,
     )
     bias = out_proj_bias
-    if bias is not None and not torch.is_autocast_enabled(y.device.type):
+    if bias is not None and not is_autocast(y):
         bias = bias.to(y.dtype)
     return linear(y.transpose(1, 2), out_proj_weight, bias)
 

@@ -20,7 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dtypes, check_initial_states
+from scan_registry.compat.arguments import (
+    as_flag,
+    check_dtypes,
+    check_initial_states,
+    is_autocast,
+)
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
 from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
@@ -237,7 +242,7 @@ def mamba_split_conv1d_scan_combined(
     )
     if outproj_weight is not None:
         bias = outproj_bias
-        if bias is not None and not torch.is_autocast_enabled(y.device.type):
+        if bias is not None and not is_autocast(y):
             bias = bias.to(y.dtype)
         y = linear(y, outproj_weight, bias)
     return y if states is None else (y, states)
