@@ -48,38 +48,29 @@ def gated_norm(
     """
     _check_tensors(x, weight, bias, z)
     _check_options(eps, group_size, norm_before_gate)
-    size = _group_size(x, group_size)
-    if z is bias is None and size == x.shape[-1] and not centered and weight.dtype == x.dtype:
+    features = x.shape[-1] if x.dim() else 0
+    size = features if group_size is None else group_size
+    if size < 1 or features % size:
+        raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
+    if z is bias is None and size == features and not centered and weight.dtype == x.dtype:
         return rms_norm(x, (size,), weight, eps)  # which computes in float32, too
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     gate = None if z is None else silu(z.to(dtype))
     # A product with the gate is in its dtype.
     y = x * gate if gate is not None and not norm_before_gate else x.to(dtype)
     wide = weight.to(dtype)
-    y = _grouped_norm(y, wide, size, eps, centered)
+    if size == features and not centered:  # one group: torch's norm multiplies by the weight, too
+        y = rms_norm(y, (size,), wide, eps)
+    else:
+        groups = y.unflatten(-1, (features // size, size))
+        if centered:
+            groups = groups - groups.mean(-1, keepdim=True)
+        y = rms_norm(groups, (size,), None, eps).flatten(-2) * wide
     if bias is not None:
         y = y + bias.to(dtype)
     if gate is not None and norm_before_gate:
         y = y * gate
     return y.to(x.dtype)
-
-
-def _group_size(x: Tensor, group_size: int | None) -> int:
-    features = x.shape[-1] if x.dim() else 0
-    size = features if group_size is None else group_size
-    if size < 1 or features % size:
-        raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
-    return size
-
-
-def _grouped_norm(y: Tensor, weight: Tensor, size: int, eps: float, centered: bool) -> Tensor:
-    features = y.shape[-1]
-    if size == features and not centered:  # one group: torch's norm multiplies by the weight, too
-        return rms_norm(y, (size,), weight, eps)
-    groups = y.unflatten(-1, (features // size, size))
-    if centered:
-        groups = groups - groups.mean(-1, keepdim=True)
-    return rms_norm(groups, (size,), None, eps).flatten(-2) * weight
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None) -> None:
@@ -172,6 +163,10 @@ class GroupNorm(Exports):
             parts.append("norm_before_gate=False")
         return ", ".join(parts)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor, z: Tensor | None = None) -> Tensor: ...
+
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """norm(x); with z norm(x)·silu(z), or norm(x·silu(z)) if not ``norm_before_gate``.
 
@@ -196,9 +191,6 @@ class GroupNorm(Exports):
             norm_before_gate=self.norm_before_gate,
             centered=self._centered,
         )
-
-    if TYPE_CHECKING:  # calls go through torch.nn.Module's, which has no types
-        __call__ = forward
 
 
 class RMSNormGated(GroupNorm):
