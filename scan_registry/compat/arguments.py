@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.checks import as_bool, check_dense, shapes_agree
+from scan_registry.ops.checks import as_bool, check_dense, is_autocast, shapes_agree
 
 _REAL = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _REAL_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in _REAL)
@@ -37,12 +37,6 @@ def check_initial_states(states: Any, x: Any, shape: Sequence[int] | None, meani
         raise ValueError(
             f"initial_states has shape {tuple(states.shape)}; it must be {meaning}, here {tuple(shape)}"
         )
-
-
-def is_autocast(tensor: Tensor) -> bool:
-    """Whether autocast is on where a tensor is; torch refuses to say so of devices that have none, such as meta."""
-    kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def check_dtypes(x: str, tensors: Mapping[str, Any], matrices: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from scan_registry.compat import pair
 from scan_registry.dispatch.select import Backend
+from scan_registry.ops.checks import is_autocast
 
 
 def scan_cu(alpha: Tensor, beta: Tensor) -> Tensor:
@@ -73,8 +74,7 @@ def _narrowed(tensor: Tensor) -> Tensor:
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()
         and tensor.dtype is not torch.float64
-        and tensor.device.type in ("cpu", "cuda")
-        and torch.is_autocast_enabled(tensor.device.type)
+        and is_autocast(tensor)
     ):
         return tensor.to(torch.bfloat16)
     return tensor

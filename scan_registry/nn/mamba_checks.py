@@ -17,6 +17,7 @@ from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import (
     as_index,
     described,
+    is_autocast,
     refuse_inference,
     refuse_layout,
     refuse_shared_elements,
@@ -173,9 +174,7 @@ def check_dtype(name: str, what: str, x: Tensor, weight: Tensor | None) -> None:
     if expected is None:
         if not x.is_floating_point():
             raise TypeError(f"{name}: Expected {what} of a floating-point dtype, got {x.dtype}")
-    elif x.dtype != expected and not (
-        torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-    ):
+    elif x.dtype != expected and not (is_autocast(x) and x.is_floating_point()):
         raise TypeError(
             f"{name}: Expected {what} of dtype {expected}, as the parameters are, got {x.dtype}. "
             f"Convert the input: {what}.to({expected})"

@@ -125,6 +125,12 @@ def described(value: Any) -> str:
     return repr(value)
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether autocast is on where a tensor is; torch refuses to say so of devices that have none, such as meta."""
+    kind = tensor.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
 def as_bool(name: str, value: Any) -> bool:
     """A bool, or numpy's, which torch's own functions take, too; else ``TypeError``."""
     if isinstance(value, bool):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import torch
 
+from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Kernel, Variant
@@ -33,6 +37,27 @@ def surrounded(
     placed = memory.as_strided(tensor.shape, tensor.stride(), AROUND + offset)
     placed.copy_(tensor)
     return memory, placed
+
+
+def keeps_to_its_memory(
+    kernel: Kernel, variant: Variant, library: Any, shapes: Iterable[cases.Shape], tolerance: float
+) -> None:
+    """Runs a variant in the emulator on problems of each shape, with states and without, in both directions of time: the results
+    are right, and nothing beside them changes."""
+    dtype = variant.text("dtype")
+    for seed, (shape, states) in enumerate(product(shapes, (True, False))):
+        setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
+        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
+        tensors, memories = dict(case.tensors), []
+        for name, tensor in case.tensors.items():
+            if tensor is not None and tensor.dim() == 4:
+                memory, tensors[name] = surrounded(tensor, 0, UNTOUCHED)
+                memories += [memory] if name in case.expected else []
+        library.run(case.problem, tensors, seed)
+        assert replace(case, tensors=tensors).error() <= tolerance, (shape, setting)
+        for name in case.expected:
+            tensors[name].fill_(UNTOUCHED)
+        assert all(bool((memory == UNTOUCHED).all()) for memory in memories), (shape, setting)
 
 
 def posed(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from contiguous_channels import DIRECTIONS, UNTOUCHED, only_kernel, posed, surrounded
+from contiguous_channels import DIRECTIONS, keeps_to_its_memory, only_kernel, posed
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.space import MULTI_CTA, SCALAR
@@ -26,19 +25,7 @@ def test_ctas_that_share_misaligned_columns(
     """The results are right, and nothing beside them changes, wherever rows start in their 16 bytes."""
     kernel, variant = only_kernel(direction, MULTI_CTA, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    for seed, (shape, states) in enumerate(product(SHAPES, (True, False))):
-        setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
-        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
-        tensors, memories = dict(case.tensors), []
-        for name, tensor in case.tensors.items():
-            if tensor is not None and tensor.dim() == 4:
-                memory, tensors[name] = surrounded(tensor, 0, UNTOUCHED)
-                memories += [memory] if name in case.expected else []
-        library.run(case.problem, tensors, seed)
-        assert replace(case, tensors=tensors).error() <= cases.TOLERANCE[dtype], (shape, setting)
-        for name in case.expected:
-            tensors[name].fill_(UNTOUCHED)
-        assert all(bool((memory == UNTOUCHED).all()) for memory in memories), (shape, setting)
+    keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from contiguous_channels import DIRECTIONS, UNTOUCHED, surrounded
+from contiguous_channels import DIRECTIONS, keeps_to_its_memory
 
 from scan_registry.kernels.linear_scan import cases, short_rows
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
@@ -37,20 +36,9 @@ def test_short_rows(direction: str, dtype: str, cuda_emulator: ModuleType, tmp_p
     """The results are right, and nothing beside them changes."""
     kernel, variant = first_variant(direction, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    for seed, (shape, states) in enumerate(product(SHAPES, (True, False))):
-        setting = cases.Setting(states=states, reverse=bool(seed % 4 // 2) ^ states)
-        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
-        assert kernel.rules.accepts(variant, case.problem) is None, shape
-        tensors, memories = dict(case.tensors), []
-        for name, tensor in case.tensors.items():
-            if tensor is not None and tensor.dim() == 4:
-                memory, tensors[name] = surrounded(tensor, 0, UNTOUCHED)
-                memories += [memory] if name in case.expected else []
-        library.run(case.problem, tensors, seed)
-        assert replace(case, tensors=tensors).error() <= cases.TOLERANCE[dtype], (shape, setting)
-        for name in case.expected:
-            tensors[name].fill_(UNTOUCHED)
-        assert all(bool((memory == UNTOUCHED).all()) for memory in memories), (shape, setting)
+    for shape in SHAPES:
+        assert kernel.rules.accepts(variant, posed(shape, dtype, direction)) is None, shape
+    keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
 
 
 def posed(

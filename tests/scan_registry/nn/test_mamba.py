@@ -192,6 +192,7 @@ def test_a_step_of_float64_parameters() -> None:
         (lambda m, x, c, s: m([1.0]), TypeError, "hidden_states to be a Tensor, got list"),
         (lambda m, x, c, s: m(x.double()), TypeError, "of dtype torch.float32, as the parameters"),
         (lambda m, x, c, s: m(x.to("meta")), ValueError, "on one device"),
+        (lambda m, x, c, s: m(x.double().to("meta")), TypeError, "of dtype"),
     ],
 )  # fmt: skip
 def test_inputs_and_states_that_do_not_fit(call: Any, error: type[Exception], words: str) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import as_flag, check_dtypes, is_autocast
+from scan_registry.compat.arguments import as_flag, check_dtypes
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.selective_scan.op.function import selective_scan
 from scan_registry.nn.mamba_inner import Norms, Weights, convolve_and_scan
-from scan_registry.ops.checks import check_tensors
+from scan_registry.ops.checks import check_tensors, is_autocast
 
 if TYPE_CHECKING:
     from typing import Protocol

@@ -20,16 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from scan_registry.compat.arguments import (
-    as_flag,
-    check_dtypes,
-    check_initial_states,
-    is_autocast,
-)
+from scan_registry.compat.arguments import as_flag, check_dtypes, check_initial_states
 from scan_registry.kernels.ssd_scan.op.function import ssd_scan
 from scan_registry.nn.gated_norm import gated_norm
 from scan_registry.nn.mamba2_inner import Sizes, Weights, convolve_and_scan
-from scan_registry.ops.checks import check_dense, check_tensors
+from scan_registry.ops.checks import check_dense, check_tensors, is_autocast
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
 
