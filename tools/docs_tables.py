@@ -105,7 +105,7 @@ _CHOICES = {
     "`linear_scan`, random shapes": ("h200-bench-random",),
     "`gated_scan`, three sizes": ("h100-bench-gated",),
     "`causal_conv1d`, sizes of Mamba models, one misaligned": ("h100-bench-conv",),
-    "`selective_scan`, sizes of Mamba models": ("h100-bench-selective",),
+    "`selective_scan`, sizes of Mamba models": ("h200-bench-selective",),
     "`ssd_scan`, sizes of Mamba-2 models": ("h200-bench-ssd",),
 }
 
