@@ -249,7 +249,13 @@ _DENSE_STEP, _DENSE_TOKENS = (
         language="cuda",
         parameters=_parameters(scalars),
         defaults=model.Space(tuple(_kinds_of_dense()), _tiles_of_dense),
-        code=model.Code(source=f"{name}.cu", entry=f"{FAMILY_NAME}_{name}", constants=_constants),
+        code=model.Code(
+            source=f"{name}.cu",
+            entry=f"{FAMILY_NAME}_{name}",
+            constants=_constants,
+            # A step on sm_100 and sm_120 up to 16 bytes a thread, and several tokens on sm_80 to sm_89 up to 96.
+            may_spill=_may_spill(name, _kinds_of_dense(), _tiles_of_dense),
+        ),
         rules=model.Rules(_accepts_dense),
         cost=_cost_of_access,
         launch=_launch,
