@@ -13,8 +13,8 @@ from scan_registry.ops.checks import (
     as_bool,
     as_index,
     check_cu_seqlens,
+    check_tensors,
     described,
-    refuse_layout,
     refuse_shared_elements,
 )
 
@@ -87,15 +87,7 @@ def check(tensors: tuple[Any, ...], softplus: Any, pad_slot_id: Any, backend: An
 
 
 def _check_tensors(present: dict[str, Any]) -> None:
-    for name, value in present.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}")
-        if value.layout != torch.strided or value.is_nested:
-            refuse_layout(name, value)
-        if value.device != present["state"].device:
-            raise ValueError(
-                f"{name} is on {value.device}, state on {present['state'].device}; they must be on one device"
-            )
+    check_tensors(present)
     state = present["state"].dtype
     for name, value in present.items():
         accepted, beside = _accepted_dtypes(name, state)

@@ -25,6 +25,7 @@ from scan_registry.kernels.selective_state_update.op.slots import (
 from scan_registry.ops import flops
 from scan_registry.ops.call import has_tangents, unobserved, unwatched
 from scan_registry.ops.checks import as_bool, as_index, refuse_inference, refuse_mapped
+from scan_registry.ops.operator import describes
 from scan_registry.ops.registration import register
 
 __all__ = ["BACKENDS", "describe", "selective_state_update"]
@@ -179,41 +180,23 @@ def _check_slots(tensors: tuple[Any, ...], pad_slot_id: Any) -> None:
     )
 
 
-def describe(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    state_batch_indices: Tensor | None = None,
-    *,
-    dst_state: Tensor | None = None,
-    dst_state_batch_indices: Tensor | None = None,
-    pad_slot_id: int = -1,
-    cu_seqlens: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    rand_seed: Tensor | None = None,
-    backend: Backend = "auto",
-) -> dict[str, KernelCall]:
+@describes(selective_state_update)
+def describe(call: Any) -> dict[str, KernelCall]:
     """The problem that a call of ``selective_state_update`` with these arguments poses. Nothing is computed."""
-    if state_batch_indices is None:
-        own = without_pad_slot(dst_state_batch_indices, pad_slot_id)
-        dst_state_batch_indices, pad_slot_id = own
+    targets, pad = call.dst_state_batch_indices, call.pad_slot_id
+    if call.state_batch_indices is None:
+        targets, pad = without_pad_slot(targets, pad)
     tensors = (
-        *(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices),
-        *(dst_state, dst_state_batch_indices, rand_seed, cu_seqlens, num_accepted_tokens),
+        *(call.state, call.x, call.dt, call.A, call.B, call.C, call.D, call.z, call.dt_bias),
+        *(call.state_batch_indices, call.dst_state, targets),
+        *(call.rand_seed, call.cu_seqlens, call.num_accepted_tokens),
     )
-    _check_slots(tensors, pad_slot_id)
-    arguments = check(tensors, dt_softplus, pad_slot_id, backend)
-    if not x.numel():
+    _check_slots(tensors, pad)
+    arguments = check(tensors, call.dt_softplus, pad, call.backend)
+    if not call.x.numel():
         return {}
-    call = plans.make_kernel_call(arguments, dt_softplus, pad_slot_id)
-    return {call.problem.kernel: call}
+    part = plans.make_kernel_call(arguments, call.dt_softplus, pad)
+    return {part.problem.kernel: part}
 
 
 def _are_dense(tensors: tuple[Any, ...]) -> bool:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scan_registry.base.frozen import dataclass
 from scan_registry.dispatch import policy
-from scan_registry.dispatch.select import Backend
 from scan_registry.hardware._launcher import FastLaunch
-from scan_registry.kernels.model import Problem
 from scan_registry.kernels.selective_state_update import reference
 from scan_registry.kernels.selective_state_update.op.arguments import (
     COMPILED,
@@ -27,6 +24,7 @@ from scan_registry.kernels.selective_state_update.problem import DIMENSIONS, FOR
 from scan_registry.kernels.selective_state_update.spec import FAMILY
 from scan_registry.ops.call import fast_path, launch_from_c
 from scan_registry.ops.launching import addresses_of, plan_cache
+from scan_registry.ops.operator import SingleCall
 from scan_registry.runtime.loader import Plan as Prepared
 from scan_registry.runtime.loader import prepare, run_reference
 
@@ -43,19 +41,8 @@ _OF_HEADS = {
 }
 
 
-@dataclass(frozen=True)
-class KernelCall:
+class KernelCall(SingleCall[StepProblem]):
     """The kernel's part in a call: its problem. It copies nothing."""
-
-    problem: StepProblem
-    copied: tuple[str, ...] = ()
-
-    def alternatives(self, backend: Backend) -> tuple[tuple[Problem, Backend], ...]:
-        """The problem alone."""
-        return ((self.problem, backend),)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def _strides(name: str, tensor: Tensor | None, state: Tensor) -> Sequence[int]:
