@@ -160,13 +160,8 @@ class Trial(cases.RandomTrial[Setting]):
         placed = [there(tensors[name]) for name in STRIDED[direction]]
         batch, channels, time = self.shape
         return ConvProblem(
-            direction=direction,
-            layout=layout,
-            dtype=self.dtype,
-            batch=batch,
-            channels=channels,
-            time=time,
-            width=self.setting.width,
+            *(direction, layout, self.dtype),
+            *(batch, channels, time, self.setting.width),
             strides=tuple(Strides(*tensor.stride()) for tensor in placed),
             alignment=min(16, *(tensor.data_ptr() & -tensor.data_ptr() for tensor in placed)),
             sequences=self.setting.sequences,
@@ -232,11 +227,8 @@ class Trial(cases.RandomTrial[Setting]):
         }
         bounds = rows.cu_seqlens
         problem = UpdateProblem(
-            dtype=self.dtype,
-            batch=batch,
-            channels=channels,
-            time=steps,
-            width=setting.width,
+            self.dtype,
+            *(batch, channels, steps, setting.width),
             slots=slots,
             length=length,
             strides=(

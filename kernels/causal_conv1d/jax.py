@@ -281,13 +281,8 @@ def problem_of(direction: Direction, operands: Arrays, options: Options) -> Conv
     layout = layout_of(shape, [strides])
     assert layout is not None  # arrays lie in order
     return ConvProblem(
-        direction=direction,
-        layout=layout,
-        dtype=str(x.dtype),
-        batch=shape[0],
-        channels=shape[1],
-        time=shape[2],
-        width=weight.shape[1],
+        *(direction, layout, str(x.dtype)),
+        *(*shape, weight.shape[1]),
         strides=(Strides(*strides),) * (2 if direction == "forward" else 3),
         alignment=16,
         sequences=packing.sequences_of(cu_seqlens) or 0,

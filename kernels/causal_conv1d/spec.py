@@ -267,13 +267,8 @@ def _sample(layout: Layout, direction: Direction, dtype: str, access: str) -> mo
         else Strides(channels * time, 1, channels)
     )
     problem = ConvProblem(
-        direction=direction,
-        layout=layout,
-        dtype=dtype,
-        batch=batch,
-        channels=channels,
-        time=time,
-        width=4,
+        *(direction, layout, dtype),
+        *(batch, channels, time, 4),
         strides=(strides,) * len(STRIDED[direction]),
         alignment=16 if access == "aligned" else model.ITEM_SIZE[dtype],
     )

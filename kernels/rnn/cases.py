@@ -150,16 +150,9 @@ class Trial(cases.Trial):
             along = (0, 0, 0) if tensor is None else tensor.stride()
             strides += [along[number] for number in range(len(dimensions))]
         grad = tensors.get("states_grad")
-        batch, time, heads, dim = self.shape
         problem = RnnProblem(
-            scope=scope,
-            direction=direction,
-            function=self.function,
-            dtype=self.dtype,
-            batch=batch,
-            time=time,
-            heads=heads,
-            dim=dim,
+            *(scope, direction, self.function, self.dtype),
+            *self.shape,
             strides=tuple(strides),
             graded=0 if grad is None else len(grad),
             training=True,

@@ -149,14 +149,8 @@ def _sample(
         of = {"state": batch * time * row, "batch": time * step, "time": step}
         numbers += [of[dimension] for dimension in problems.STRIDED[scope, direction][tensor]]
     problem = problems.RnnProblem(
-        scope=scope,
-        direction=direction,
-        function=function,  # type: ignore[arg-type]
-        dtype=dtype,
-        batch=batch,
-        time=time,
-        heads=heads,
-        dim=dim,
+        *(scope, direction, function, dtype),  # type: ignore[arg-type]
+        *(batch, time, heads, dim),
         strides=tuple(numbers),
         graded=1,
         training=True,

@@ -152,14 +152,8 @@ class Trial(cases.RandomTrial[Setting]):
         channels_of_group = channels // self._groups
         along = time if self.setting.layout == "time_last" else channels_of_group
         problem = problems.SelectiveScanProblem(
-            direction=direction,
-            dtype=self.dtype,
-            layout=self.setting.layout,
-            batch=batch,
-            channels=channels,
-            time=time,
-            states=states,
-            groups=self._groups,
+            *(direction, self.dtype, self.setting.layout),
+            *(batch, channels, time, states, self._groups),
             strides=tuple(strides),
             softplus=self.setting.softplus,
             sequences=0 if cu_seqlens is None else len(cu_seqlens) - 1,

@@ -357,14 +357,8 @@ def _sample(direction: problems.Direction, dtype: str, layout: str, access: str)
         for dimension in dimensions
     ]
     problem = problems.SelectiveScanProblem(
-        direction=direction,
-        dtype=dtype,
-        layout=layout,  # type: ignore[arg-type]
-        batch=batch,
-        channels=channels,
-        time=time,
-        states=states,
-        groups=1,
+        *(direction, dtype, layout),  # type: ignore[arg-type]
+        *(batch, channels, time, states, 1),
         strides=tuple(strides),
         softplus=True,
         aligned=access == "aligned",

@@ -145,14 +145,8 @@ class Trial(cases.Trial):
         in_splits = direction == "backward" and not aligned
         cu_seqlens = self.inputs["cu_seqlens"]
         problem = SSDScanProblem(
-            direction=direction,
-            dtype=self.dtype,
-            batch=batch,
-            time=time,
-            heads=heads,
-            groups=groups,
-            head_size=size,
-            state_size=states,
+            *(direction, self.dtype),
+            *(batch, time, heads, groups, size, states),
             strides=tuple(
                 stride
                 for name in STRIDED[direction]

@@ -320,14 +320,8 @@ def _sample(direction: Direction, dtype: str, states: int) -> Sample:
     }
     strides_of |= {"C": strides_of["B"], "grad": strides_of["x"], "z": (0, 0, 0)}
     problem = SSDScanProblem(
-        direction=direction,
-        dtype=dtype,
-        batch=batch,
-        time=time,
-        heads=heads,
-        groups=1,
-        head_size=size,
-        state_size=states,
+        *(direction, dtype),
+        *(batch, time, heads, 1, size, states),
         strides=tuple(stride for name in STRIDED[direction] for stride in strides_of[name]),
         softplus=True,
         splits=heads // most_heads(dtype),

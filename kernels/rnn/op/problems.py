@@ -32,14 +32,8 @@ def sequence_problem(
     count, batch, time, heads, dim = states.shape
     size = states.element_size()
     return RnnProblem(
-        scope="sequence",
-        direction=direction,
-        function=options.function,
-        dtype=str(states.dtype).removeprefix("torch."),
-        batch=batch,
-        time=time,
-        heads=heads,
-        dim=dim,
+        *("sequence", direction, options.function, str(states.dtype).removeprefix("torch.")),
+        *(batch, time, heads, dim),
         strides=tuple(strides),
         graded=count if direction == "backward" else 0,
         training=training,

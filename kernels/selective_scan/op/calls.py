@@ -37,14 +37,8 @@ def make_problem(
         strides += [0] * len(dimensions) if facts is None else facts.strides
     sequence = [facts for name, facts in tensors.items() if name not in ("B", "C")]
     return SelectiveScanProblem(
-        direction=direction,
-        dtype=u.dtype,
-        layout=layout,
-        batch=batch,
-        channels=channels,
-        time=time,
-        states=states,
-        groups=groups,
+        *(direction, u.dtype, layout),
+        *(batch, channels, time, states, groups),
         strides=tuple(strides),
         softplus=softplus,
         parts=parts,

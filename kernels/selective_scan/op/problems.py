@@ -114,17 +114,12 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
 def _without_kernels(arguments: Arguments) -> Callable[[Direction], SelectiveScanProblem]:
     """The problem of complex numbers, of float64, or of B or C that do not change with time: no kernel accepts it."""
     dtype = str(arguments.A.dtype if arguments.A.is_complex() else arguments.u.dtype)
+    batch, channels, time = arguments.u.shape
 
     def problem_of(direction: Direction) -> SelectiveScanProblem:
         return SelectiveScanProblem(
-            direction=direction,
-            dtype=dtype.removeprefix("torch."),
-            layout="time_last",
-            batch=arguments.u.shape[0],
-            channels=arguments.u.shape[1],
-            time=arguments.u.shape[2],
-            states=arguments.A.shape[1],
-            groups=1,
+            *(direction, dtype.removeprefix("torch."), "time_last"),
+            *(batch, channels, time, arguments.A.shape[1], 1),
             strides=(0,) * len(stride_names(STRIDED[direction])),
             constant=2 in (arguments.B.dim(), arguments.C.dim()),
         )

@@ -39,14 +39,8 @@ def make_problem(
     batch, time, heads, size = shape
     _, _, groups, states = shape_of_B
     problem = SSDScanProblem(
-        direction=direction,
-        dtype=dtype,
-        batch=batch,
-        time=time,
-        heads=heads,
-        groups=groups,
-        head_size=size,
-        state_size=states,
+        *(direction, dtype),
+        *(batch, time, heads, groups, size, states),
         strides=tuple(strides),
         has_z=direction == "forward" and has_z,
         softplus=softplus,
