@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from scan_registry.catalog import distributions
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.operator import PASSES, Option
+from scan_registry.ops.operator import DTYPES, PASSES, Option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,6 +58,29 @@ class Case(Protocol):
         """Bytes that must move, which those tensors share; 0 where memory is no bound."""
 
     def to_json(self) -> dict[str, Any]: ...
+
+
+class CaseText(NamedTuple):
+    """The parts of ``kind:1,2,3:dtype:name=value``."""
+
+    kind: str
+    sizes: tuple[int, ...]
+    dtype: str
+    options: dict[str, str]
+
+
+@contextmanager
+def parsed(text: str, expected: str) -> Iterator[CaseText]:
+    """The parts of a case's text, for a body that takes its options out and raises ``ValueError`` for what is no case. That error
+    and those of other texts and of options that are left say what is ``expected``."""
+    try:
+        kind, sizes, word, *options = text.split(":")
+        chosen = dict(option.split("=") for option in options)
+        yield CaseText(kind, tuple(map(int, sizes.split(","))), DTYPES.get(word, word), chosen)
+        if chosen:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"the case is {text!r}; expected {expected}") from None
 
 
 class SequenceCase:
@@ -142,6 +168,28 @@ class Baseline(Protocol):
         self, case: Any, direction: str, device: Any
     ) -> Callable[[], Callable[[], Any]] | None:
         """A function that makes a call with inputs of its own; None where there is nothing to call."""
+
+
+class Implementation:
+    """A baseline that takes every case, and whose launches a CUDA graph can record, unless a subclass says otherwise."""
+
+    captured: ClassVar[bool] = True
+
+    def refusal(self, case: Any) -> str | None:
+        return None
+
+    def new_call(self, case: Any, direction: str, device: Any) -> Call:
+        """One with inputs of its own."""
+        raise NotImplementedError
+
+    def kernel_call(self, case: Any, direction: str, device: Any) -> Callable[[], Call] | None:
+        return None if self.refusal(case) else partial(self.new_call, case, direction, device)
+
+
+def if_installed(baseline: Baseline, device: Device) -> tuple[Baseline, ...]:
+    """A baseline where there is a GPU for it, and a distribution of its name."""
+    installed = device.type == "cuda" and distributions.version(baseline.name) is not None
+    return (baseline,) if installed else ()
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,13 @@ baseline."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.causal_conv1d.problem import DTYPES, WIDTHS
-from scan_registry.ops.benchmark import Baseline, Benchmark, Call, SequenceCase
+from scan_registry.ops import benchmark
 from scan_registry.ops.operator import PASSES
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ ON_CPU = ("time_last:2,64,256:float32",)
 
 
 @dataclass(frozen=True)
-class Case(SequenceCase):
+class Case(benchmark.SequenceCase):
     """A convolution to time, with a bias and SiLU: ``time_last:8,2048,2048:bfloat16``, batch, channels and time."""
 
     family: ClassVar[str] = "causal_conv1d"
@@ -49,20 +48,15 @@ class Case(SequenceCase):
     @classmethod
     def parse(cls, text: str) -> Case:
         """``ValueError`` for anything that is no case."""
-        try:
-            layout, shape, dtype, *options = text.split(":")
-            batch, channels, time = map(int, shape.split(","))
-            chosen = dict(option.split("=") for option in options)
+        expected = (
+            f"layout:batch,channels,time:dtype, and perhaps :width=N, where layouts are {', '.join(LAYOUTS)}, "
+            f"dtypes {', '.join(DTYPES)}, and widths {WIDTHS[0]} to {WIDTHS[-1]}"
+        )
+        with benchmark.parsed(text, expected) as (layout, (batch, channels, time), dtype, chosen):
             width = int(chosen.pop("width", 4))
             known = layout in LAYOUTS and dtype in DTYPES and width in WIDTHS
-            if chosen or not known or min(batch, channels, time) < 1:
+            if not known or min(batch, channels, time) < 1:
                 raise ValueError
-        except ValueError:
-            raise ValueError(
-                f"the case is {text!r}; expected layout:batch,channels,time:dtype, and perhaps :width=N, where "
-                f"layouts are {', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, and widths {WIDTHS[0]} to "
-                f"{WIDTHS[-1]}"
-            ) from None
         return cls(layout, batch, channels, time, dtype, width)
 
     def __str__(self) -> str:
@@ -85,12 +79,10 @@ class Case(SequenceCase):
         return weight, torch.randn(self.channels, device=device)
 
 
-@dataclass(frozen=True)
-class CausalConv1d:
+class CausalConv1d(benchmark.Implementation):
     """The package of that name: forward as its users call it, backward its kernel alone."""
 
     name: ClassVar[str] = "causal-conv1d"
-    captured: ClassVar[bool] = True
 
     def refusal(self, case: Case) -> str | None:
         if case.width > 4:
@@ -98,35 +90,27 @@ class CausalConv1d:
         odd = case.layout == "channel_last" and case.channels % 8
         return "it takes whole eights of contiguous channels" if odd else None
 
-    def kernel_call(
-        self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
-        if self.refusal(case):
-            return None
+    def new_call(self, case: Case, direction: str, device: torch.device) -> benchmark.Call:
+        import torch
 
-        def make() -> Call:
-            import torch
+        module: Any = importlib.import_module("causal_conv1d")
+        x, filters = case.sequence(device), case.filters(device)
 
-            module: Any = importlib.import_module("causal_conv1d")
-            x, filters = case.sequence(device), case.filters(device)
+        def forward() -> Any:
+            with torch.no_grad():
+                return module.causal_conv1d_fn(x, *filters, activation="silu")
 
-            def forward() -> Any:
-                with torch.no_grad():
-                    return module.causal_conv1d_fn(x, *filters, activation="silu")
-
-            if direction == PASSES[0]:
-                return forward
-            # Autograd would run on the stream of a forward pass, which no graph of another stream can record.
-            backward = importlib.import_module(
-                "causal_conv1d.cpp_functions"
-            ).causal_conv1d_bwd_function
-            nothing, grad = (None,) * 4, case.sequence(device)
-            return lambda: backward(x, *filters, grad, *nothing, False, True)
-
-        return make
+        if direction == PASSES[0]:
+            return forward
+        # Autograd would run on the stream of a forward pass, which no graph of another stream can record.
+        functions = importlib.import_module("causal_conv1d.cpp_functions")
+        nothing, grad = (None,) * 4, case.sequence(device)
+        return lambda: functions.causal_conv1d_bwd_function(
+            x, *filters, grad, *nothing, False, True
+        )
 
 
-class ConvBenchmark(Benchmark):
+class ConvBenchmark(benchmark.Benchmark):
     """Convolutions of width 4 in both layouts."""
 
     case_type, usual = Case, (USUAL, ON_CPU)
@@ -142,7 +126,9 @@ class ConvBenchmark(Benchmark):
     columns = ("layout", "B, C, T~", "dtype")
     backends = (("cuda",), ("auto",))
 
-    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+    def call(
+        self, case: Case, direction: str, backend: Backend, device: torch.device
+    ) -> benchmark.Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.kernels.causal_conv1d.op import plans
         from scan_registry.kernels.causal_conv1d.op.arguments import normalised
@@ -155,9 +141,8 @@ class ConvBenchmark(Benchmark):
         y_grad, wanted = case.sequence(device), (True, True, True, False)
         return lambda: plans.backward(arguments, y_grad, None, options, wanted)
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
-        there = device.type == "cuda" and distributions.version("causal-conv1d") is not None
-        return (CausalConv1d(),) if there else ()
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
+        return benchmark.if_installed(CausalConv1d(), device)
 
 
 BENCHMARK = ConvBenchmark()

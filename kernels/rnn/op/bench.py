@@ -14,7 +14,6 @@ from scan_registry.dispatch.select import NoKernelError
 from scan_registry.kernels.rnn.problem import DTYPES, SIZES, Function, RnnBackend
 from scan_registry.ops import benchmark
 from scan_registry.ops.benchmark import OURS
-from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import Option
 
 if TYPE_CHECKING:
@@ -42,18 +41,11 @@ class Network:
     @classmethod
     def parse(cls, text: str, batch: int = BATCH, time: int = TIME) -> Network:
         """``lstm:1,768:bfloat16``, heads and their units; ``ValueError`` for anything else."""
-        try:
-            word, sizes, short = text.split(":")
-            dtype = DTYPE_WORDS.get(short, short)
-            heads, dim = map(int, sizes.split(","))
+        expected = f"cell:heads,units:dtype, where cells are {', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
+        with benchmark.parsed(text, expected) as (word, (heads, dim), dtype, _):
             (function,) = (name for name in SIZES if name == word)
             if dtype not in DTYPES or min(heads, dim) < 1:
                 raise ValueError
-        except ValueError:
-            raise ValueError(
-                f"the case is {text!r}; expected cell:heads,units:dtype, where cells are "
-                f"{', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
-            ) from None
         return cls(function, heads, dim, dtype, batch, time)
 
     def __str__(self) -> str:
@@ -132,7 +124,7 @@ def _passes(run: Callable[[], Tensor], wanted: Sequence[Tensor], direction: str)
 
 
 @dataclass(frozen=True)
-class Module:
+class Module(benchmark.Implementation):
     """A module of torch.nn or scan_registry.nn, whose times include the product of the inputs with W."""
 
     home: str
@@ -144,30 +136,26 @@ class Module:
     def name(self) -> str:
         return f"{self.home}.{self.kind}"
 
-    def refusal(self, case: Network) -> None:
-        return None
-
     def kernel_call(
         self, case: Network, direction: str, device: torch.device
     ) -> Callable[[], benchmark.Call] | None:
         if (case.function, case.heads) != (self.function, 1):
             return None
+        return super().kernel_call(case, direction, device)
 
-        def make() -> benchmark.Call:
-            import torch
+    def new_call(self, case: Network, direction: str, device: torch.device) -> benchmark.Call:
+        import torch
 
-            new = getattr(importlib.import_module(self.home), self.kind)
-            dtype = getattr(torch, case.dtype)
-            module = new(case.dim, case.dim, batch_first=True, device=device, dtype=dtype)
-            x = torch.randn(case.batch, case.time, case.dim, device=device).to(dtype)
-            x.requires_grad_()
-            return _passes(lambda: module(x)[0], [x, *module.parameters()], direction)
-
-        return make
+        new = getattr(importlib.import_module(self.home), self.kind)
+        dtype = getattr(torch, case.dtype)
+        module = new(case.dim, case.dim, batch_first=True, device=device, dtype=dtype)
+        x = torch.randn(case.batch, case.time, case.dim, device=device).to(dtype)
+        x.requires_grad_()
+        return _passes(lambda: module(x)[0], [x, *module.parameters()], direction)
 
 
 @dataclass(frozen=True)
-class FlashRnn:
+class FlashRnn(benchmark.Implementation):
     """One backend of flashrnn."""
 
     backend: str
@@ -177,19 +165,11 @@ class FlashRnn:
     def name(self) -> str:
         return f"flashrnn {self.backend}"
 
-    def refusal(self, case: Network) -> None:
-        return None
-
-    def kernel_call(
-        self, case: Network, direction: str, device: torch.device
-    ) -> Callable[[], benchmark.Call]:
-        def make() -> benchmark.Call:
-            module: Any = importlib.import_module("flashrnn")
-            inputs = case.inputs(device)
-            options = {"function": case.function, "backend": self.backend, "dtype": case.dtype}
-            return _passes(lambda: module.flashrnn(*inputs, **options)[0][0], inputs, direction)
-
-        return make
+    def new_call(self, case: Network, direction: str, device: torch.device) -> benchmark.Call:
+        module: Any = importlib.import_module("flashrnn")
+        inputs = case.inputs(device)
+        options = {"function": case.function, "backend": self.backend, "dtype": case.dtype}
+        return _passes(lambda: module.flashrnn(*inputs, **options)[0][0], inputs, direction)
 
 
 _KINDS: dict[Function, str] = {"lstm": "LSTM", "gru": "GRU", "elman": "RNN"}

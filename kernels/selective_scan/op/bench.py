@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.kernels.selective_scan.op.operator import GATES
 from scan_registry.kernels.selective_scan.problem import DTYPES, MOST_STATES
 from scan_registry.ops import benchmark
-from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
 from scan_registry.ops.operator import PASSES
 
 if TYPE_CHECKING:
@@ -71,22 +69,16 @@ class Case(benchmark.SequenceCase):
     @classmethod
     def parse(cls, text: str) -> Case:
         """``ValueError`` for anything that is no case."""
-        try:
-            layout, shape, word, *options = text.split(":")
-            dtype = DTYPE_WORDS.get(word, word)
-            batch, channels, time, states = map(int, shape.split(","))
-            chosen = dict(option.split("=") for option in options)
+        expected = (
+            "layout:batch,channels,time,states:dtype, and perhaps :gate=none and :groups=N, where layouts are "
+            f"{', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, states 1 to {MOST_STATES}, and groups divide the channels"
+        )
+        with benchmark.parsed(text, expected) as (layout, shape, dtype, chosen):
+            batch, channels, time, states = shape
             gate, groups = chosen.pop("gate", GATES[0]), int(chosen.pop("groups", 1))
             known = layout in LAYOUTS and dtype in DTYPES and gate in GATES
-            sizes = batch, channels, time, states, groups
-            if chosen or not known or min(sizes) < 1 or states > MOST_STATES or channels % groups:
+            if not known or min(*shape, groups) < 1 or states > MOST_STATES or channels % groups:
                 raise ValueError
-        except ValueError:
-            raise ValueError(
-                f"the case is {text!r}; expected layout:batch,channels,time,states:dtype, and perhaps :gate=none and "
-                f":groups=N, where layouts are {', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, states 1 to "
-                f"{MOST_STATES}, and groups divide the channels"
-            ) from None
         return cls(layout, batch, channels, time, states, dtype, gate, groups)
 
     def __str__(self) -> str:
@@ -139,45 +131,31 @@ class Case(benchmark.SequenceCase):
         )
 
 
-@dataclass(frozen=True)
-class MambaSsm:
+class MambaSsm(benchmark.Implementation):
     """The package of that name: forward as its users call it, backward its CUDA kernel alone."""
 
     name: ClassVar[str] = "mamba-ssm"
-    captured: ClassVar[bool] = True
 
     def refusal(self, case: Case) -> str | None:
         return "it copies channels that are contiguous" if case.layout != LAYOUTS[0] else None
 
-    def kernel_call(
-        self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], benchmark.Call] | None:
-        if self.refusal(case):
-            return None
+    def new_call(self, case: Case, direction: str, device: torch.device) -> benchmark.Call:
+        import torch
 
-        def make() -> benchmark.Call:
-            import torch
+        module: Any = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
+        inputs = case.inputs(device)
 
-            module: Any = importlib.import_module("mamba_ssm.ops.selective_scan_interface")
-            inputs = case.inputs(device)
-
-            def run() -> Any:
+        def forward() -> Any:
+            with torch.no_grad():
                 return module.selective_scan_fn(*inputs, delta_softplus=True)
 
-            if direction == PASSES[0]:
-
-                def forward() -> Any:
-                    with torch.no_grad():
-                        return run()
-
-                return forward
-            # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
-            kernels, (*tensors, gate, bias) = module.selective_scan_cuda, inputs
-            out, states, *_ = kernels.fwd(*tensors, gate, bias, True)
-            grad, out = torch.randn_like(out), None if gate is None else out
-            return lambda: kernels.bwd(*tensors, gate, bias, grad, states, out, None, True, False)
-
-        return make
+        if direction == PASSES[0]:
+            return forward
+        # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
+        kernels, (*tensors, gate, bias) = module.selective_scan_cuda, inputs
+        out, states, *_ = kernels.fwd(*tensors, gate, bias, True)
+        grad, out = torch.randn_like(out), None if gate is None else out
+        return lambda: kernels.bwd(*tensors, gate, bias, grad, states, out, None, True, False)
 
 
 class SelectiveScanBenchmark(benchmark.Benchmark):
@@ -215,8 +193,8 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
         return lambda: plans.backward(arguments, checkpoints, out_grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
-        there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
-        return (MambaSsm(),) if there and importlib.util.find_spec("selective_scan_cuda") else ()
+        baselines = benchmark.if_installed(MambaSsm(), device)
+        return baselines if importlib.util.find_spec("selective_scan_cuda") else ()
 
     def measures(self, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measures(results), "target ms>"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
 from scan_registry.kernels.selective_state_update.problem import DTYPES, MOST_STATES
-from scan_registry.ops.benchmark import Baseline, Benchmark, Call
+from scan_registry.ops import benchmark
 
 if TYPE_CHECKING:
     import torch
@@ -55,21 +54,15 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """``ValueError`` for anything that is no case."""
-        try:
-            kind, sizes, dtype, *options = text.split(":")
-            shape = tuple(map(int, sizes.split(",")))
-            chosen = dict(option.split("=") for option in options)
+        expected = (
+            "kind:sizes:dtype, and perhaps :inputs=DTYPE or :tokens=N, where sizes of channels are batch,channels,states, "
+            f"of heads batch,heads,channels,states, states at most {MOST_STATES}, and dtypes {', '.join(DTYPES)}"
+        )
+        with benchmark.parsed(text, expected) as (kind, shape, dtype, chosen):
             inputs, tokens = chosen.pop("inputs", _INPUTS), int(chosen.pop("tokens", "1"))
-            fits = len(shape) == len(KINDS[kind]) and min(*shape, tokens) > 0
-            fits = fits and shape[-1] <= MOST_STATES
-            if chosen or not fits or {dtype, inputs} - {*DTYPES}:
+            fits = len(shape) == len(KINDS.get(kind, ())) and min(*shape, tokens) > 0
+            if not fits or shape[-1] > MOST_STATES or {dtype, inputs} - {*DTYPES}:
                 raise ValueError
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"the case is {text!r}; expected kind:sizes:dtype, and perhaps :inputs=DTYPE or :tokens=N, where sizes of "
-                f"channels are batch,channels,states, of heads batch,heads,channels,states, states at most "
-                f"{MOST_STATES}, and dtypes {', '.join(DTYPES)}"
-            ) from None
         return cls(kind, shape, dtype, inputs, tokens)
 
     def __str__(self) -> str:
@@ -153,28 +146,21 @@ class Case:
         return bounds * self.tokens
 
 
-@dataclass(frozen=True)
-class MambaSSM:
+class MambaSSM(benchmark.Implementation):
     """The function of that package, as its users call it."""
 
     name: ClassVar[str] = "mamba-ssm"
-    captured: ClassVar[bool] = True
 
     def refusal(self, case: Case) -> str | None:
         return None if case.tokens == 1 else "it takes one token of each sequence"
 
-    def kernel_call(
-        self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
-        def make() -> Call:
-            module: Any = importlib.import_module("mamba_ssm.ops.triton.selective_state_update")
-            tensors = case.tensors(device)
-            return lambda: module.selective_state_update(*tensors, dt_softplus=True)
-
-        return make
+    def new_call(self, case: Case, direction: str, device: torch.device) -> benchmark.Call:
+        module: Any = importlib.import_module("mamba_ssm.ops.triton.selective_state_update")
+        tensors = case.tensors(device)
+        return lambda: module.selective_state_update(*tensors, dt_softplus=True)
 
 
-class StepBenchmark(Benchmark):
+class StepBenchmark(benchmark.Benchmark):
     """Steps of Mamba and Mamba-2, of one token or of several, in place of the states."""
 
     case_type, usual = Case, (USUAL, ON_CPU)
@@ -191,7 +177,9 @@ class StepBenchmark(Benchmark):
     passes = (PASS,)
     backends = (("cuda",), ("auto",))
 
-    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+    def call(
+        self, case: Case, direction: str, backend: Backend, device: torch.device
+    ) -> benchmark.Call:
         from scan_registry.kernels.selective_state_update.op.function import selective_state_update
 
         state, x, dt, A, B, C, D, z, bias = case.tensors(device)
@@ -200,9 +188,8 @@ class StepBenchmark(Benchmark):
             *(state, x, dt, A, B, C, D, z, bias, True), cu_seqlens=bounds, backend=backend
         )
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
-        there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
-        return (MambaSSM(),) if there else ()
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
+        return benchmark.if_installed(MambaSSM(), device)
 
 
 BENCHMARK = StepBenchmark()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from scan_registry.catalog import distributions
 from scan_registry.dispatch.select import Backend
 from scan_registry.kernels.model import ITEM_SIZE
-from scan_registry.ops.benchmark import Baseline, Benchmark, Call
-from scan_registry.ops.operator import DTYPES as DTYPE_WORDS
+from scan_registry.ops import benchmark
 from scan_registry.ops.operator import PASSES
 
 if TYPE_CHECKING:
@@ -52,20 +49,16 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """``ValueError`` for anything that is no case."""
-        try:
-            layout, shape, word, *options = text.split(":")
-            dtype = DTYPE_WORDS.get(word, word)
-            batch, time, heads, size, states = map(int, shape.split(","))
-            chosen = dict(option.split("=") for option in options)
+        expected = (
+            "dense:batch,time,heads,size,states:dtype, and perhaps :groups=N, where dtypes are "
+            f"{', '.join(_DTYPES)}, and groups divide the heads"
+        )
+        with benchmark.parsed(text, expected) as (layout, shape, dtype, chosen):
+            batch, time, heads, size, states = shape
             groups = int(chosen.pop("groups", 1))
-            least = min(batch, time, heads, size, states, groups)
-            if chosen or layout != "dense" or dtype not in _DTYPES or least < 1 or heads % groups:
+            known = layout == "dense" and dtype in _DTYPES
+            if not known or min(*shape, groups) < 1 or heads % groups:
                 raise ValueError
-        except ValueError:
-            raise ValueError(
-                f"the case is {text!r}; expected dense:batch,time,heads,size,states:dtype, and perhaps :groups=N, where "
-                f"dtypes are {', '.join(_DTYPES)}, and groups divide the heads"
-            ) from None
         return cls(batch, time, heads, size, states, dtype, groups)
 
     def __str__(self) -> str:
@@ -127,44 +120,35 @@ class Case:
         }
 
 
-@dataclass(frozen=True)
-class MambaSsm:
+class MambaSsm(benchmark.Implementation):
     """The package of that name: forward as its users call it, backward what its autograd function calls."""
 
     name: ClassVar[str] = "mamba-ssm"
-    captured: ClassVar[bool] = True
 
-    def refusal(self, case: Case) -> str | None:
-        return None
+    def new_call(self, case: Case, direction: str, device: torch.device) -> benchmark.Call:
+        import torch
 
-    def kernel_call(
-        self, case: Case, direction: str, device: torch.device
-    ) -> Callable[[], Call] | None:
-        def make() -> Call:
-            import torch
+        module: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        tensors, out_grad = case.inputs(device), case.sequence(device)
+        inputs = [tensors[name] for name in ("x", "dt", "A", "B", "C")]
+        options = {"D": tensors["D"], "dt_bias": tensors["dt_bias"], "dt_softplus": True}
 
-            module: Any = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
-            tensors, out_grad = case.inputs(device), case.sequence(device)
-            inputs = [tensors[name] for name in ("x", "dt", "A", "B", "C")]
-            options = {"D": tensors["D"], "dt_bias": tensors["dt_bias"], "dt_softplus": True}
+        def forward() -> Any:
+            with torch.no_grad():
+                return module.mamba_chunk_scan_combined(*inputs, MAMBA_SSM_CHUNK, **options)
 
-            def forward() -> Any:
-                with torch.no_grad():
-                    return module.mamba_chunk_scan_combined(*inputs, MAMBA_SSM_CHUNK, **options)
-
-            if direction == PASSES[0]:
-                return forward
-            out = forward()
-            # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
-            backward = module._mamba_chunk_scan_combined_bwd
-            return lambda: backward(out_grad, *inputs, out, MAMBA_SSM_CHUNK, **options)
-
-        return make
+        if direction == PASSES[0]:
+            return forward
+        out = forward()
+        # Autograd would run on the stream of this forward pass, which no graph of another stream can record.
+        backward = module._mamba_chunk_scan_combined_bwd
+        return lambda: backward(out_grad, *inputs, out, MAMBA_SSM_CHUNK, **options)
 
 
-class SSDScanBenchmark(Benchmark):
+class SSDScanBenchmark(benchmark.Benchmark):
     """Scans of the sizes of Mamba-2's blocks."""
 
+    case_type, usual = Case, (USUAL, ON_CPU)
     subject = "state space dual scans"
     description = (
         "Times the forward and the backward pass of Mamba-2's scans with D, a bias and softplus, and the package "
@@ -177,14 +161,9 @@ class SSDScanBenchmark(Benchmark):
     columns = ("B, T, H, P, N~", "dtype")
     backends = (("cuda",), ("auto",))
 
-    def parse(self, text: str) -> Case:
-        return Case.parse(text)
-
-    def cases(self, args: Namespace, kind: str) -> list[Case]:
-        usual = USUAL if kind == "cuda" else ON_CPU
-        return [Case.parse(text) for text in args.case or usual]
-
-    def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
+    def call(
+        self, case: Case, direction: str, backend: Backend, device: torch.device
+    ) -> benchmark.Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.kernels.ssd_scan.op import plans
         from scan_registry.kernels.ssd_scan.op.arguments import DIFFERENTIABLE, Arguments, Options
@@ -199,9 +178,8 @@ class SSDScanBenchmark(Benchmark):
         wanted = tuple(tensor is not None for tensor in arguments[:DIFFERENTIABLE])
         return lambda: plans.backward(arguments, None, out_grad, None, options, wanted)
 
-    def baselines(self, device: torch.device) -> Sequence[Baseline]:
-        there = device.type == "cuda" and distributions.version("mamba-ssm") is not None
-        return (MambaSsm(),) if there else ()
+    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
+        return benchmark.if_installed(MambaSsm(), device)
 
 
 BENCHMARK = SSDScanBenchmark()
