@@ -70,18 +70,10 @@ def per_channel(x: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output in the dtype of ``u``, and the final state."""
     batch, channels, time = u.shape
     compute, of_states = compute_dtype(u.dtype), state_dtype(u.dtype, A.dtype)

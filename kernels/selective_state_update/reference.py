@@ -13,24 +13,12 @@ def compute_dtype(state: torch.dtype) -> torch.dtype:
 
 
 def step(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    indices: Tensor | None = None,
-    dst_state: Tensor | None = None,
-    dst_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_accepted: Tensor | None = None,
-    seed: Tensor | None = None,
-    pad_slot: int = -1,
-) -> Tensor:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    indices: Tensor | None = None, dst_state: Tensor | None = None,
+    dst_indices: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    num_accepted: Tensor | None = None, seed: Tensor | None = None, pad_slot: int = -1,
+) -> Tensor:  # fmt: skip
     """The steps of all sequences, in place of ``state``; the output, in the dtype of ``x``.
 
     δ      = dt + dt_bias, or softplus of that, which is the identity above 20

@@ -46,20 +46,11 @@ def finished(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor
 
 
 def forward(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output in the dtype of ``x``, and the final state."""
     batch, time, heads, size = x.shape
     dtype = compute_dtype(x.dtype)

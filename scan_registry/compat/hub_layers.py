@@ -91,21 +91,11 @@ class selective_scan_fn(nn.Module):
     has_backward = True
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        z: Tensor | None = None,
-        delta_bias: Tensor | None = None,
-        delta_softplus: bool = False,
-        return_last_state: bool = False,
-        use_mambapy: bool = False,
-        use_associative_scan: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+        delta_softplus: bool = False, return_last_state: bool = False, use_mambapy: bool = False,
+        use_associative_scan: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         return scan.selective_scan_fn(
             *(hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus, return_last_state),
             **_known(kwargs, _SCAN),
@@ -119,19 +109,10 @@ class selective_state_update(nn.Module):
     has_backward = False
 
     def forward(
-        self,
-        state: Tensor,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        z: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+        self, state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor,
+        D: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+        z: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         return update.selective_state_update(
             *(state, hidden_states, dt, A, B, C, D, z, dt_bias, dt_softplus),
             **_known(kwargs, _UPDATE),
@@ -145,21 +126,12 @@ class mamba_chunk_scan_combined(nn.Module):
     has_backward = True
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        initial_states: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = _NO_LIMIT,
-        return_final_states: bool = False,
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+        D: Tensor | None = None, dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None, dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = _NO_LIMIT, return_final_states: bool = False,
         **kwargs: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         return ssd.mamba_chunk_scan_combined(
             *(hidden_states, dt, A, B, C, chunk_size, D),
             dt_bias=dt_bias,

@@ -132,16 +132,10 @@ class HGRN(ScanLayer):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
-        self,
-        x: Tensor,
-        *,
-        lower_bound: Tensor | float | None = None,
-        initial_state: Tensor | None = None,
-        reset: Tensor | None = None,
-        reverse: bool = False,
-        cu_seqlens: Tensor | None = None,
-        return_final_state: bool = False,
-    ) -> Any:
+        self, x: Tensor, *, lower_bound: Tensor | float | None = None,
+        initial_state: Tensor | None = None, reset: Tensor | None = None, reverse: bool = False,
+        cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    ) -> Any:  # fmt: skip
         """The layer's output at every step.
 
         Args:

@@ -50,16 +50,9 @@ class _Minimal(ScanLayer):
     parts: int
 
     def __init__(
-        self,
-        dim: int,
-        expansion_factor: float,
-        proj_out: bool | None,
-        activation: Activation,
-        batch_first: bool,
-        device: Device,
-        dtype: torch.dtype | None,
-        backend: Backend,
-    ) -> None:
+        self, dim: int, expansion_factor: float, proj_out: bool | None, activation: Activation,
+        batch_first: bool, device: Device, dtype: torch.dtype | None, backend: Backend,
+    ) -> None:  # fmt: skip
         check_sizes(dim=dim)
         check_positive(expansion_factor=expansion_factor)
         _check_factor(type(self).__name__, dim, expansion_factor)
@@ -120,17 +113,10 @@ class _Minimal(ScanLayer):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
-        self,
-        x: Tensor,
-        prev_hidden: Tensor | None = None,
-        return_next_prev_hidden: bool = False,
-        *,
-        initial_state: Tensor | None = None,
-        reset: Tensor | None = None,
-        reverse: bool = False,
-        cu_seqlens: Tensor | None = None,
-        return_final_state: bool = False,
-    ) -> Any:
+        self, x: Tensor, prev_hidden: Tensor | None = None, return_next_prev_hidden: bool = False, *,
+        initial_state: Tensor | None = None, reset: Tensor | None = None, reverse: bool = False,
+        cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    ) -> Any:  # fmt: skip
         """The layer's output at every step.
 
         Args:
@@ -240,16 +226,9 @@ class MinLSTM(_Minimal):
     operators = ("min_lstm",)
 
     def __init__(
-        self,
-        dim: int,
-        expansion_factor: float = 1.0,
-        proj_out: bool | None = None,
-        *,
-        activation: Activation = "positive",
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        backend: Backend = "auto",
-    ) -> None:
+        self, dim: int, expansion_factor: float = 1.0, proj_out: bool | None = None, *,
+        activation: Activation = "positive", batch_first: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, backend: Backend = "auto",
+    ) -> None:  # fmt: skip
         options = activation, batch_first, device, dtype, backend
         super().__init__(dim, expansion_factor, proj_out, *options)

@@ -245,16 +245,10 @@ class S5(ScanLayer):
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def forward(
-        self,
-        x: Tensor,
-        step_scale: Tensor | float = 1.0,
-        *,
-        initial_state: Tensor | None = None,
-        reset: Tensor | None = None,
-        reverse: bool = False,
-        cu_seqlens: Tensor | None = None,
-        return_final_state: bool = False,
-    ) -> Any:
+        self, x: Tensor, step_scale: Tensor | float = 1.0, *,
+        initial_state: Tensor | None = None, reset: Tensor | None = None, reverse: bool = False,
+        cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    ) -> Any:  # fmt: skip
         """The layer's output at every step.
 
         Args:

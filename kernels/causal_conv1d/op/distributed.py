@@ -71,18 +71,11 @@ def causal_conv1d(
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    group: Group = None,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: Group = None,
+    initial_state: Tensor | None = None, seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    activation: str | None = None, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``scan_registry.causal_conv1d`` of a sequence whose time is cut between the ranks of a group.
 
     Each rank holds a contiguous part of time, in rank order. A part may have any length, including 0. All ranks of the

@@ -59,17 +59,11 @@ def causal_conv1d(
 
 
 def causal_conv1d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | StateRows | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    initial_state: Tensor | StateRows | None = None, seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    activation: str | None = None, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]) over j from 0 to width-1, for each channel by itself.
 
     Args:

@@ -76,14 +76,10 @@ def make_kernel_call(
                 layout = "time_last"
                 dense = torch.empty(x.shape, device="meta").stride()
         own |= dict.fromkeys(copied, dense)
+    batch, channels, time = x.shape
     problem = ConvProblem(
-        direction=direction,
-        layout=layout,
-        dtype=str(x.dtype).removeprefix("torch."),
-        batch=x.shape[0],
-        channels=x.shape[1],
-        time=x.shape[2],
-        width=arguments.weight.shape[1],
+        *(direction, layout, str(x.dtype).removeprefix("torch.")),
+        *(batch, channels, time, arguments.weight.shape[1]),
         strides=tuple(Strides(*own) for own in (*own.values(), dense)),
         alignment=common_alignment(
             t.data_ptr() for t in (*arguments, y_grad, *others) if t is not None and not t.is_meta
@@ -106,12 +102,10 @@ def make_reduction_call(arguments: Arguments, count: int) -> KernelCall:
 def make_update_call(arguments: UpdateArguments, options: UpdateOptions) -> KernelCall:
     """What an update makes of its inputs."""
     x, state, bounds = arguments.x, arguments.state, arguments.cu_seqlens
+    batch, channels, time = x.shape
     problem = UpdateProblem(
-        dtype=str(x.dtype).removeprefix("torch."),
-        batch=x.shape[0],
-        channels=x.shape[1],
-        time=x.shape[2],
-        width=arguments.weight.shape[1],
+        str(x.dtype).removeprefix("torch."),
+        *(batch, channels, time, arguments.weight.shape[1]),
         slots=state.shape[0],
         length=state.shape[2],
         strides=tuple(Strides(*own) for own in (x.stride(), state.stride(), _new_strides(x))),

@@ -291,16 +291,10 @@ def _first(initial: Tensor | None, memory: Tensor) -> Tensor:
 
 
 def backward(
-    recurrent: Tensor,
-    states: Tensor,
-    initial: Tensor | None,
-    cache: Tensor,
-    states_grad: Tensor,
-    final_grad: Tensor | None,
-    options: Options,
-    reset: Tensor | None = None,
+    recurrent: Tensor, states: Tensor, initial: Tensor | None, cache: Tensor, states_grad: Tensor,
+    final_grad: Tensor | None, options: Options, reset: Tensor | None = None,
     reset_states: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """gates_grad (B, T, bias, N, D), initial_grad (states, B, N, D), and where there are ``reset_states``
     their gradient."""
     tensors = recurrent, states, initial, cache, states_grad, final_grad, reset, reset_states

@@ -110,14 +110,8 @@ def step_problem(
         by_name = {"state": along[0], "batch": along[dimensions.index("batch")]}
         strides += [by_name[dimension] for dimension in dimensions]
     return RnnProblem(
-        scope="step",
-        direction=direction,
-        function=function,
-        dtype=dtype,
-        batch=batch,
-        time=time,
-        heads=heads,
-        dim=dim,
+        *("step", direction, function, dtype),
+        *(batch, time, heads, dim),
         strides=tuple(strides),
         graded=len(SIZES[function].states) if direction == "backward" else 0,
         training=training,
@@ -178,18 +172,10 @@ def _forward_steps(run: Run, own: Tensors, steps: int) -> None:
 
 
 def backward(
-    buffers: StepBuffers,
-    run: Run,
-    recurrent: Tensor,
-    states: Tensor,
-    initial: Tensor | None,
-    cache: Tensor,
-    states_grad: Tensor,
-    final_grad: Tensor | None,
-    clips: Clips,
-    gates_grad: Tensor,
-    reset: Tensor | None = None,
-) -> Tensor:
+    buffers: StepBuffers, run: Run, recurrent: Tensor, states: Tensor, initial: Tensor | None,
+    cache: Tensor, states_grad: Tensor, final_grad: Tensor | None, clips: Clips,
+    gates_grad: Tensor, reset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Writes gates_grad (B, T, bias, N, D); the gradient of the initial states, in float32."""
     own, time, chunk = buffers.tensors, states.shape[2], buffers.steps
     gates, heads, dim, _ = recurrent.shape

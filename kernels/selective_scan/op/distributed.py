@@ -77,22 +77,11 @@ def selective_scan(
 
 
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | None = None, *, group: Group = None, cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The output of a selective scan along a time dimension that is cut between the ranks of a group.
 
     The formula is that of ``scan_registry.selective_scan``. Each rank holds a contiguous part of time, in rank order. A part

@@ -61,21 +61,11 @@ def selective_scan(
 
 
 def selective_scan(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    initial_state: Tensor | StateRows | None = None,
-    *,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+    initial_state: Tensor | StateRows | None = None, *, cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The output of a selective scan; with ``return_final_state`` also the state after the last step.
 
     With δ = delta + delta_bias, or its softplus (the identity above 20), for each of Dm channels and N states:

@@ -81,24 +81,12 @@ def ssd_scan(
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | None = None,
-    *,
-    group: Group = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _NO_LIMIT, initial_state: Tensor | None = None, *,
+    group: Group = None, cu_seqlens: Tensor | None = None, return_final_state: bool = False,
+    chunk_size: int | None = None, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Mamba-2's state space dual scan along a time dimension that is cut between the ranks of a group.
 
     The formula is that of ``scan_registry.ssd_scan``. Each rank holds a contiguous part of time, in rank order. A part may have

@@ -64,24 +64,12 @@ def ssd_scan(
 
 
 def ssd_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
-    initial_state: Tensor | StateRows | None = None,
-    *,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    chunk_size: int | None = None,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _NO_LIMIT, initial_state: Tensor | StateRows | None = None, *,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False, chunk_size: int | None = None, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """The state space dual scan of Mamba-2::
 
         δ    = clamp(softplus(dt + dt_bias), *dt_limit)   without softplus unless dt_softplus

@@ -21,15 +21,10 @@ __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_sta
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False,
+    final_states_out: Tensor | None = None, activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]), for each channel by itself.
 
     As ``causal_conv1d.causal_conv1d_fn``, except that steps of ``seq_idx`` see no further back than to where the number
@@ -91,14 +86,10 @@ def _check_out(out: Any, x: Any) -> None:
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One step, or a few, of sequences whose last inputs are in ``conv_state``, which is changed in place.
 
     As ``causal_conv1d.causal_conv1d_update``. Where ``conv_state_indices`` are below zero, y is zero and no state changes.

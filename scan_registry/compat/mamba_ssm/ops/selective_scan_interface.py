@@ -61,17 +61,10 @@ def _typed(function: Callable[..., Any]) -> _SelectiveScan:
 
 @_typed
 def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """h[t] = exp(δ·A)·h[t-1] + δ·B·u and y = (C·h + D·u)·silu(z), with δ = softplus(delta + delta_bias).
 
     As ``mamba_ssm.ops.selective_scan_interface.selective_scan_fn``; ``scan_registry.selective_scan`` is the same with an
@@ -125,17 +118,10 @@ def _laid_out_like(u: Any, x: Any) -> Any:
 
 @_typed
 def selective_scan_ref(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """``selective_scan_fn`` in plain torch."""
     return selective_scan(
         *(u, delta, A, B, C, D, z, delta_bias, as_flag("delta_softplus", delta_softplus)),
@@ -145,27 +131,14 @@ def selective_scan_ref(
 
 
 def mamba_inner_fn(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    B_proj_bias: Tensor | None = None,
-    C_proj_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-    checkpoint_lvl: int = 1,
-    b_rms_weight: Tensor | None = None,
-    c_rms_weight: Tensor | None = None,
-    dt_rms_weight: Tensor | None = None,
-    b_c_dt_rms_eps: float = 1e-6,
-) -> Tensor:
+    xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor,
+    delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor,
+    B: Tensor | None = None, C: Tensor | None = None, D: Tensor | None = None,
+    delta_bias: Tensor | None = None, B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None, delta_softplus: bool = True, checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None, c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None, b_c_dt_rms_eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
     """A block of Mamba behind its first projection: convolution, selective scan, gate, and the last projection.
 
     As ``mamba_ssm.ops.selective_scan_interface.mamba_inner_fn``, except that
@@ -213,22 +186,12 @@ def mamba_inner_fn(
 
 
 def mamba_inner_ref(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None = None,
-    C: Tensor | None = None,
-    D: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    B_proj_bias: Tensor | None = None,
-    C_proj_bias: Tensor | None = None,
-    delta_softplus: bool = True,
-) -> Tensor:
+    xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor,
+    delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor,
+    B: Tensor | None = None, C: Tensor | None = None, D: Tensor | None = None,
+    delta_bias: Tensor | None = None, B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None, delta_softplus: bool = True,
+) -> Tensor:  # fmt: skip
     """``mamba_inner_fn`` in plain torch, without norms. ``delta_softplus=False`` is heeded, which the original does not."""
     return _inner(
         xz, conv1d_weight, conv1d_bias, x_proj_weight, delta_proj_weight, out_proj_weight, out_proj_bias,
@@ -237,24 +200,12 @@ def mamba_inner_ref(
 
 
 def _inner(
-    xz: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    x_proj_weight: Tensor,
-    delta_proj_weight: Tensor,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    A: Tensor,
-    B: Tensor | None,
-    C: Tensor | None,
-    D: Tensor | None,
-    delta_bias: Tensor | None,
-    B_proj_bias: Tensor | None,
-    C_proj_bias: Tensor | None,
-    delta_softplus: bool,
-    norms: Norms,
+    xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, x_proj_weight: Tensor,
+    delta_proj_weight: Tensor, out_proj_weight: Tensor, out_proj_bias: Tensor | None, A: Tensor,
+    B: Tensor | None, C: Tensor | None, D: Tensor | None, delta_bias: Tensor | None,
+    B_proj_bias: Tensor | None, C_proj_bias: Tensor | None, delta_softplus: bool, norms: Norms,
     backend: Backend,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     named = {
         "xz": xz,
         "conv1d_weight": conv1d_weight,

@@ -16,15 +16,9 @@ __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rmsnorm_fn"]
 
 
 def layernorm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-    is_rms_norm: bool = False,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6,
+    group_size: int | None = None, norm_before_gate: bool = True, is_rms_norm: bool = False,
+) -> Tensor:  # fmt: skip
     """norm(x), times ``weight``, plus ``bias``; with z norm(x)·silu(z), or norm(x·silu(z)) if not ``norm_before_gate``.
 
     Args:
@@ -56,14 +50,9 @@ def layernorm_fn(
 
 
 def rmsnorm_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    z: Tensor | None = None,
-    eps: float = 1e-6,
-    group_size: int | None = None,
-    norm_before_gate: bool = True,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None = None, eps: float = 1e-6,
+    group_size: int | None = None, norm_before_gate: bool = True,
+) -> Tensor:  # fmt: skip
     """``layernorm_fn`` with ``is_rms_norm``."""
     return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
 

@@ -14,18 +14,10 @@ __all__ = ["selective_state_update"]
 
 
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """One step of a selective scan, or of Mamba-2's, which changes ``state`` in place.
 
     As ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``, except that

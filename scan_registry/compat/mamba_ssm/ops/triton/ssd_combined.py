@@ -38,24 +38,13 @@ _SHAPES = {
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
-    return_final_states: bool = False,
-    return_varlen_states: bool = False,
-    state_dtype: torch.dtype | None = None,
-) -> Any:
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = _NO_LIMIT, return_final_states: bool = False,
+    return_varlen_states: bool = False, state_dtype: torch.dtype | None = None,
+) -> Any:  # fmt: skip
     """s[t] = exp(δ·A)·s[t-1] + δ·x ⊗ B and y = (s·C + D·x)·silu(z), with δ = dt + dt_bias or its softplus, in ``dt_limit``.
 
     As ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``, with the differences that this module names.
@@ -140,26 +129,14 @@ def _before_each(states: Tensor | None, cu_seqlens: Tensor) -> Tensor | None:
 
 
 def mamba_split_conv1d_scan_combined(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    conv1d_bias: Tensor | None,
-    dt_bias: Tensor,
-    A: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    dt_limit: tuple[float, float] = _NO_LIMIT,
-    return_final_states: bool = False,
-    activation: str | None = "silu",
-    rmsnorm_weight: Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: Tensor | None = None,
-    outproj_bias: Tensor | None = None,
-    headdim: int | None = None,
-    ngroups: int = 1,
-    norm_before_gate: bool = True,
-) -> Any:
+    zxbcdt: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, dt_bias: Tensor, A: Tensor,
+    D: Tensor, chunk_size: int, initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None, dt_limit: tuple[float, float] = _NO_LIMIT,
+    return_final_states: bool = False, activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None, rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None, outproj_bias: Tensor | None = None,
+    headdim: int | None = None, ngroups: int = 1, norm_before_gate: bool = True,
+) -> Any:  # fmt: skip
     """A block of Mamba-2 behind its first projection: convolution, scan, gate, norm, and the last projection.
 
     As ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``, with the differences that this module names.
