@@ -16,9 +16,9 @@ from scan_registry.nn.mamba_checks import (
     check_layer,
     check_linear,
     check_options,
+    check_parameter,
     check_positive,
     check_ranks,
-    check_shape,
     check_sizes,
 )
 from scan_registry.nn.mamba_inner import (
@@ -218,11 +218,12 @@ class Mamba(GeneratingBlock):
             matrix, bias = weights
             # A function: some weight classes support only ``linear``, with positional arguments.
             steps = lambda x: linear(x, matrix), bias
-            check_shape(self, "dt_proj.weight", matrix, (self.d_inner, self.dt_rank))
+            check_parameter(self, "dt_proj.weight", matrix, (self.d_inner, self.dt_rank))
+            check_linear(self, "dt_proj", self.dt_rank, self.d_inner)
             if bias is not None:
-                check_shape(self, "dt_proj.bias", bias, (self.d_inner,))
-        check_shape(self, "A_log", A_log, (self.d_inner, self.d_state))
-        check_shape(self, "D", D, (self.d_inner,))
+                check_parameter(self, "dt_proj.bias", bias, (self.d_inner,))
+        check_parameter(self, "A_log", A_log, (self.d_inner, self.d_state))
+        check_parameter(self, "D", D, (self.d_inner,))
         check_linear(self, "x_proj", self.d_inner, self.dt_rank + 2 * self.d_state)
         check_linear(self, "out_proj", self.d_inner, self.d_model)
         return Weights(
@@ -249,11 +250,12 @@ class Mamba(GeneratingBlock):
             x, z, weights, before=before, return_state=True, backend=self.backend
         )
         assert after is not None
+        output = self._output(y.transpose(1, 2))  # which may raise: then states are as they were
         with torch.no_grad():
             # One input more than the convolution looks back, as mamba_ssm keeps it.
             remember(conv_state, x)
             ssm_state.copy_(after)
-        return self._output(y.transpose(1, 2))
+        return output
 
     def _step(
         self, weights: Weights, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor

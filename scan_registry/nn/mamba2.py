@@ -24,7 +24,7 @@ from scan_registry.nn.mamba_checks import (
     check_layer,
     check_linear,
     check_options,
-    check_shape,
+    check_parameter,
     check_sizes,
 )
 from scan_registry.nn.mamba_inner import States
@@ -258,13 +258,14 @@ class Mamba2(GeneratingBlock):
             return_state=before is not None,
             backend=self.backend,
         )
+        output = folded(self.out_proj(y), seqlen)  # which may raise: then states are as they were
         if before is not None and after is not None:
             with torch.no_grad():
                 # One input more than the convolution looks back, as mamba_ssm keeps it.
                 inputs = self._sizes.split(projected)[3].transpose(1, 2)
                 remember(before[0], inputs, seq_idx, cu_seqlens)
                 before[1].copy_(after)
-        return folded(self.out_proj(y), seqlen)
+        return output
 
     if TYPE_CHECKING:
         __call__ = forward  # torch.nn.Module's has no types
@@ -279,9 +280,9 @@ class Mamba2(GeneratingBlock):
         conv: tuple[Any, Tensor | None] = self.conv1d, None
         if weights := weights_of(self.conv1d):
             conv = weights[0].squeeze(1), weights[1]
-        check_shape(self, "A_log", A_log, (self.nheads,))
-        check_shape(self, "D", D, (self.d_ssm if self.D_has_hdim else self.nheads,))
-        check_shape(self, "dt_bias", dt_bias, (self.nheads,))
+        check_parameter(self, "A_log", A_log, (self.nheads,))
+        check_parameter(self, "D", D, (self.d_ssm if self.D_has_hdim else self.nheads,))
+        check_parameter(self, "dt_bias", dt_bias, (self.nheads,))
         check_linear(self, "out_proj", self.d_inner, self.d_model)
         if self.D_has_hdim:
             D = D.view(self.nheads, self.headdim)

@@ -149,21 +149,40 @@ def check_convolution(module: GeneratingBlock, channels: int) -> None:
             )
 
 
-def check_shape(module: nn.Module, what: str, parameter: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a parameter of another shape than the module's own."""
+def check_parameter(
+    module: GeneratingBlock, what: str, parameter: Tensor, shape: tuple[int, ...]
+) -> None:
+    """Refuse a parameter of another shape than the module's own, or of a dtype that the scan does not take."""
     if parameter.shape != shape:
         raise ValueError(
             f"{type(module).__name__}: Expected {what} of size {shape}, got {tuple(parameter.shape)}"
         )
+    if parameter.dtype == torch.float64 and module.parameters_dtype != torch.float64:
+        raise TypeError(
+            f"{type(module).__name__}: Expected {what} of a dtype that goes with {module.parameters_dtype}, as other "
+            f"parameters are of, got {parameter.dtype}"
+        )
 
 
-def check_linear(module: nn.Module, what: str, into: int, out: int) -> None:
-    """Refuse an ``nn.Linear`` in place of the module's own that has other sizes. Other modules are only called."""
+def check_linear(module: GeneratingBlock, what: str, into: int, out: int) -> None:
+    """Refuse an ``nn.Linear`` in place of the module's own that has other sizes, or a weight of another dtype than what it is to
+    multiply. Other modules are only called."""
     linear: Any = module._modules[what]  # at once, as steps ask for it, too
-    if type(linear) is nn.Linear and (linear.in_features, linear.out_features) != (into, out):
+    if type(linear) is not nn.Linear:
+        return
+    if (linear.in_features, linear.out_features) != (into, out):
         raise ValueError(
             f"{type(module).__name__}: Expected {what} with in_features={into} and out_features={out}, got "
             f"{linear.in_features} and {linear.out_features}"
+        )
+    first, own = module.in_proj._parameters.get("weight"), linear._parameters.get("weight")
+    if first is None or own is None or first.dtype == own.dtype:
+        return
+    is_cast = is_autocast(own) and torch.float64 not in (first.dtype, own.dtype)
+    known = first.dtype in DTYPES and weights_of(module.in_proj) and weights_of(linear)
+    if known and not is_cast:
+        raise TypeError(
+            f"{type(module).__name__}: Expected {what}.weight of dtype {first.dtype}, as in_proj.weight is, got {own.dtype}"
         )
 
 

@@ -124,3 +124,37 @@ def test_a_parameter_of_a_wrong_size_is_named_and_no_state_changes(name: str, ca
     with torch.no_grad(), pytest.raises(ValueError, match=f"{block}: Expected {what} "):
         CALLS[call](module, *states)
     assert all(bool((state == 1).all()) for state in states)
+
+
+#: Of each block those that are read after a state has changed.
+OF_ONE_DTYPE = {
+    "Mamba": ("x_proj.weight", "dt_proj.weight", "dt_proj.bias", "out_proj.weight", "A_log", "D"),
+    "Mamba2": ("out_proj.weight", "A_log", "D", "dt_bias"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("block", "what"), [(block, what) for block, names in OF_ONE_DTYPE.items() for what in names]
+)
+def test_a_parameter_of_a_wrong_dtype_is_named_and_no_state_changes(
+    block: str, what: str, call: str
+) -> None:
+    module = BLOCKS[block]()
+    inner, _, name = what.rpartition(".")
+    wide = torch.nn.Parameter(module.get_parameter(what).detach().double())
+    setattr(module.get_submodule(inner), name, wide)
+    states = ones(module)
+    with torch.no_grad(), pytest.raises(TypeError, match=f"{block}: Expected {what} of .*float64"):
+        CALLS[call](module, *states)
+    assert all(bool((state == 1).all()) for state in states)
+
+
+def test_autocast_converts_projections_of_another_dtype() -> None:
+    module = nn.Mamba(8)
+    expected, *_ = module.step(torch.ones(2, 1, 8), *ones(module))
+    for inner in (module.x_proj, module.dt_proj, module.out_proj):
+        inner.weight = torch.nn.Parameter(inner.weight.detach().bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, *_ = module.step(torch.ones(2, 1, 8), *ones(module))
+    torch.testing.assert_close(y.float(), expected, rtol=0.1, atol=0.05)
