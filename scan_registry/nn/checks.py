@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scan_registry.kernels.rnn.op.arguments import ACCEPTED, BACKENDS
 from scan_registry.kernels.rnn.problem import SIZES
 from scan_registry.nn import reset_checks
-from scan_registry.ops.checks import described, refuse_layout
+from scan_registry.ops.checks import described, is_autocast, refuse_layout
 from scan_registry.ops.values import are_checked
 
 if TYPE_CHECKING:
@@ -130,10 +130,9 @@ def _go_together(one: Tensor, other: Tensor) -> bool:
     """Whether the dtypes are the same, or will be: autocast converts floating-point ones but float64."""
     if one.dtype == other.dtype:
         return True
-    kind = one.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return False
-    return all(t.is_floating_point() and t.dtype != torch.float64 for t in (one, other))
+    return is_autocast(one) and all(
+        t.is_floating_point() and t.dtype != torch.float64 for t in (one, other)
+    )
 
 
 def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) -> None:

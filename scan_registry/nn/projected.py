@@ -15,6 +15,7 @@ from torch.nn.functional import dropout, linear
 
 from scan_registry.nn import torch_cells
 from scan_registry.ops.call import undisturbed
+from scan_registry.ops.checks import is_autocast
 
 if TYPE_CHECKING:
     from scan_registry.nn.recurrent import Recurrent
@@ -37,9 +38,9 @@ def run(
         marks: bool, as x without I: the first steps of episodes. ``anew`` has the states that they start from.
     """
     weights = {name: getattr(module, name) for name in module._flat_weights_names}
-    kind: str = x.device.type
     casts: AbstractContextManager[Any] = nullcontext()
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if is_autocast(x) and x.dtype != torch.float64:
+        kind: str = x.device.type
         dtype = torch.get_autocast_dtype(kind)
         x, weights = x.to(dtype), {name: weight.to(dtype) for name, weight in weights.items()}
         casts = torch.autocast(kind, enabled=False)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.ops.call import undisturbed
+from scan_registry.ops.checks import is_autocast
 
 if TYPE_CHECKING:
     from scan_registry.nn.recurrent import Recurrent
@@ -48,7 +49,7 @@ def takes(module: Recurrent[Any], x: Tensor, steps: tuple[int, int]) -> bool:
         and module.num_heads == 1
         and module.function in _CALLS
         and x.numel() > 0
-        and not torch.is_autocast_enabled("cpu")
+        and not is_autocast(x)
         and undisturbed()
         and _does(module, x.dtype, steps)
     )

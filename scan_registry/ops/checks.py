@@ -128,7 +128,9 @@ def described(value: Any) -> str:
 def is_autocast(tensor: Tensor) -> bool:
     """Whether autocast is on where a tensor is; torch refuses to say so of devices that have none, such as meta."""
     kind = tensor.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # The usual devices first: of these torch.compile of every release knows what this says.
+    has_autocast = kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+    return has_autocast and torch.is_autocast_enabled(kind)
 
 
 def as_bool(name: str, value: Any) -> bool:

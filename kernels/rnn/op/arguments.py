@@ -21,6 +21,7 @@ from scan_registry.ops.checks import (
     check_cu_seqlens,
     check_dense,
     described,
+    is_autocast,
     refuse_layout,
 )
 
@@ -136,13 +137,8 @@ def _check_kernels(Wx: Tensor, dtype: torch.dtype, backend: str) -> None:
 
 def working_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of the states: the tensor's, or autocast's where that is on and it is not float64."""
-    kind = tensor.device.type
-    if (
-        tensor.dtype != torch.float64
-        and kind in ("cpu", "cuda")
-        and torch.is_autocast_enabled(kind)
-    ):
-        return torch.get_autocast_dtype(kind)
+    if tensor.dtype != torch.float64 and is_autocast(tensor):
+        return torch.get_autocast_dtype(tensor.device.type)
     return tensor.dtype
 
 

@@ -32,13 +32,13 @@ from scan_registry.ops.call import (
     unobserved,
     unwatched,
 )
+from scan_registry.ops.checks import is_autocast
 from scan_registry.ops.launching import Run, addresses_of, allocator, plan_cache
 from scan_registry.ops.recomputation import gradients
 
 _required = policy.required.get
 _enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
-_autocast = torch.is_autocast_enabled
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -366,7 +366,7 @@ def fast_layer(cell: Cell, flat: tuple[Any, ...], first: bool = False) -> Result
     """What ``composed`` computes from the same tensors, or with ``first`` from x (B, T, I). None if ``composed`` has to compute
     it: if an argument has to be converted, no kernel takes all steps in one launch, or the dispatcher would do more than find
     the kernels."""
-    if _is_compiling() or not on_gpu(flat[0]) or _autocast("cuda") or not unwatched():
+    if _is_compiling() or not on_gpu(flat[0]) or is_autocast(flat[0]) or not unwatched():
         return None
     result: Result | None = _fast(flat, (*cell, first))
     return result
