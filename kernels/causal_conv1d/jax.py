@@ -255,6 +255,8 @@ class _Inputs:
         length = self._x.shape[2]
         if self._bounds is None:
             return jnp.concatenate([self._state, self._x], axis=2)[:, :, length:]
+        if len(self._bounds) == 1:
+            return self._state
         begins, ends = self._bounds[:-1, None], self._bounds[1:, None]
         places = ends - count + jnp.arange(count)
         own = jnp.take(self._x[0], places, axis=1, mode="clip").swapaxes(0, 1)

@@ -200,9 +200,10 @@ def check_cu_seqlens(cu_seqlens: Any, time: int) -> int | None:
     the results."""
     if cu_seqlens is None:
         return None
-    if cu_seqlens.shape[0] < 2:
+    least = 2 if time else 1  # there may be no sequence where there is no step
+    if cu_seqlens.shape[0] < least:
         raise ValueError(
-            f"cu_seqlens has shape {cu_seqlens.shape}; it must have one dimension of at least 2 elements"
+            f"cu_seqlens has shape {cu_seqlens.shape}; it must have one dimension of at least {least} elements"
         )
     if not isinstance(cu_seqlens, jax.core.Tracer) and cu_seqlens.is_fully_addressable:
         bounds = np.asarray(cu_seqlens).astype(np.int64)

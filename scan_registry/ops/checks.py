@@ -212,13 +212,15 @@ def check_initial_state(initial_state: Tensor, shape: Sequence[int], states: tor
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, time: int, whole: bool = True) -> None:
-    """Refuse ``cu_seqlens`` that cannot be bounds of packed sequences, of all steps or, with ``whole=False``, of some. On a
-    GPU the values are checked only under ``SCAN_REGISTRY_DEBUG``, as the check waits for the GPU."""
+    """Refuse ``cu_seqlens`` that cannot be bounds of packed sequences, of all steps or, with ``whole=False``, of some. There may
+    be no sequence where there is no step. On a GPU the values are checked only under ``SCAN_REGISTRY_DEBUG``, as the check
+    waits for the GPU."""
     if cu_seqlens.dtype not in _OFFSETS:
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
+    least = 1 if surely(time == 0) else 2
     if cu_seqlens.dim() == 1 and _is_compiling():
-        torch._check(cu_seqlens.shape[0] >= 2)
-    elif cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        torch._check(cu_seqlens.shape[0] >= least)
+    elif cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < least:
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (sequences + 1,), with one "
             "sequence at least"

@@ -87,6 +87,11 @@ def _forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | N
     x, dt, A, B, C, D, z, bias, initial, seq_idx, cu_seqlens = arguments
     dtype = reference.compute_dtype(x.dtype)
     time, heads, groups = *x.shape[1:3], B.shape[2]
+    if cu_seqlens is not None and cu_seqlens.shape[0] == 1:  # no sequence, and therefore no step
+        states = x.new_empty(x.shape[0], 0, *x.shape[2:], B.shape[3], dtype=dtype)
+        return x.clone(), (
+            states if initial is None else initial.to(dtype)
+        ) if options.final else None
     steps = options.chunk_size or _chunk_size(cu_seqlens, time)
     steps = min(steps, max(1, time))
     slots = None if cu_seqlens is None else _slots(cu_seqlens, time, steps)

@@ -251,6 +251,21 @@ def test_bounds_that_do_not_fit(name: str) -> None:
                 packed(name, of(bounds))
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_there_may_be_no_sequence_where_there_is_no_step(name: str) -> None:
+    arrays = {
+        n: x for n, x in CALLS[name].items() if n not in ("cu_seqlens", "reset", "initial_state")
+    }
+    arrays = {n: x[:1, ..., :0] if x.ndim >= 3 else x for n, x in arrays.items()}
+    out, final = getattr(ours, name)(
+        **arrays, cu_seqlens=jnp.zeros(1, "int32"), return_final_state=True
+    )
+    assert out.shape == next(iter(arrays.values())).shape
+    assert 0 in final.shape
+    with pytest.raises(ValueError, match="at least 2 elements"):
+        packed(name, jnp.zeros(1, "int32"))
+
+
 @pytest.mark.usefixtures("runs_nothing")
 @pytest.mark.parametrize("name", PACKED)
 def test_bounds_that_do_not_fit_in_what_jax_makes_of_them(name: str) -> None:
