@@ -24,6 +24,7 @@ from scan_registry.distributed import linear_scan
 from scan_registry.distributed.group import gather
 from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.linear_scan.op.function import linear_scan as local_scan
+from scan_registry.ops import benchmark
 from scan_registry.version import __version__
 
 __all__ = ["PASSES", "Case", "GroupBench", "Timing", "group_on"]
@@ -36,18 +37,11 @@ _TIMEOUT = timedelta(minutes=3)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Median and spread (largest minus smallest) of a call, in ms.
-
-    who      "copy", "all-gather", "all ranks" or "one rank"
-    host_ms  in which the host is through with the call; on the CPU the same
-    """
+class Timing(benchmark.Timed):
+    """A call of "copy", "all-gather", "all ranks" or "one rank"; and in how many ms the host is through with it, on the CPU the
+    same."""
 
     case: Case
-    direction: str
-    who: str
-    ms: float
-    spread: float
     host_ms: float
 
     def to_json(self) -> dict[str, Any]:

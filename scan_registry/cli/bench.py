@@ -332,14 +332,7 @@ def show_table(bench: Bench) -> None:
     measures = benchmark.measures(bench)
     table = new_table(*benchmark.columns, "pass", benchmark.by, "ms>", "± ms>?", *measures)
     for timing in bench.timings:
-        table.add_row(
-            *timing.case.cells,
-            timing.direction,
-            timing.who,
-            f"{timing.ms:.4f}",
-            f"{timing.spread:.4f}",
-            *benchmark.measured(timing, bench),
-        )
+        table.add_row(*timing.cells, *benchmark.measured(timing, bench))
     _show(console, table, bench)
     _show_skipped(console, bench)
 

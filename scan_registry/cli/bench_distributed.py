@@ -91,15 +91,7 @@ def show_table(bench: GroupBench) -> None:
         *("host ms>?", "of one rank>!"),
     )
     for timing in bench.timings:
-        table.add_row(
-            *timing.case.cells,
-            timing.direction,
-            timing.who,
-            f"{timing.ms:.4f}",
-            f"{timing.spread:.4f}",
-            f"{timing.host_ms:.4f}",
-            _share(timing, bench.timings),
-        )
+        table.add_row(*timing.cells, f"{timing.host_ms:.4f}", _share(timing, bench.timings))
     show(console, table, bench.name)
     for what, reason in bench.skipped.items():
         console.print(f"not timed: {what}: {reason}", markup=False)

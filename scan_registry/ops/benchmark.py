@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -20,6 +20,7 @@ from scan_registry.ops.operator import DTYPES, PASSES, Option
 if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as Device
+    from typing_extensions import Self
 
 Call = Callable[[], Any]
 OURS = "scan-registry"  # how the names of what this package runs begin
@@ -69,18 +70,27 @@ class CaseText(NamedTuple):
     options: dict[str, str]
 
 
-@contextmanager
-def parsed(text: str, expected: str) -> Iterator[CaseText]:
-    """The parts of a case's text, for a body that takes its options out and raises ``ValueError`` for what is no case. That error
-    and those of other texts and of options that are left say what is ``expected``."""
-    try:
-        kind, sizes, word, *options = text.split(":")
-        chosen = dict(option.split("=") for option in options)
-        yield CaseText(kind, tuple(map(int, sizes.split(","))), DTYPES.get(word, word), chosen)
-        if chosen:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"the case is {text!r}; expected {expected}") from None
+class ParsedCase:
+    """A case that a text describes in the form of ``CaseText``."""
+
+    #: What texts it reads, in words.
+    expected: ClassVar[str]
+
+    @classmethod
+    def of(cls, parts: CaseText) -> Self | None:
+        """The case of these parts, whose options it takes out; None or ``ValueError`` if there is none."""
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``ValueError`` for anything that is no case."""
+        with suppress(ValueError):
+            kind, sizes, word, *options = text.split(":")
+            numbers, chosen = tuple(map(int, sizes.split(","))), dict(o.split("=") for o in options)
+            case = cls.of(CaseText(kind, numbers, DTYPES.get(word, word), chosen))
+            if case is not None and not chosen:
+                return case
+        raise ValueError(f"the case is {text!r}; expected {cls.expected}")
 
 
 class SequenceCase:
@@ -186,22 +196,27 @@ class Implementation:
         return None if self.refusal(case) else partial(self.new_call, case, direction, device)
 
 
-def if_installed(baseline: Baseline, device: Device) -> tuple[Baseline, ...]:
-    """A baseline where there is a GPU for it, and a distribution of its name."""
-    installed = device.type == "cuda" and distributions.version(baseline.name) is not None
-    return (baseline,) if installed else ()
-
-
 @dataclass(frozen=True)
-class Timing:
-    """Median and spread (largest minus smallest) of a call, in ms, by who made it; and in how many ms
-    its bytes stream. ``roofline`` is the stream kernel's variant that measured that, on a GPU."""
+class Timed:
+    """Median and spread (largest minus smallest) of a call, in ms, by who made it."""
 
     case: Any
     direction: str
     who: str
     ms: float
     spread: float
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Of a table, from the case's to the spread."""
+        times = f"{self.ms:.4f}", f"{self.spread:.4f}"
+        return *self.case.cells, self.direction, self.who, *times
+
+
+@dataclass(frozen=True)
+class Timing(Timed):
+    """A call whose bytes stream in ``roofline_ms``. ``roofline`` is the stream kernel's variant that measured that, on a GPU."""
+
     roofline_ms: float | None = None
     roofline: str | None = None
 
@@ -257,6 +272,7 @@ class Benchmark(Protocol):
     backends     of this package, if none is asked for: on a GPU and on the CPU
     targets      cases, the quickest first, with the share of the roofline that they are to reach
     uses         more of them, of shapes that people use, those of each use together
+    packages     baselines that are distributions of their names
     draws        whether it draws random cases
     streams      whether the memory bounds its kernels: then times stand beside the roofline's, and a picture has
                  lines over the length of sequences; else it has bars for each case
@@ -275,6 +291,7 @@ class Benchmark(Protocol):
     backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda", "triton"), ("auto",))
     targets: tuple[PerformanceTarget, ...] = ()
     uses: tuple[PerformanceTarget, ...] = ()
+    packages: tuple[Baseline, ...] = ()
     draws: bool = False
     streams: bool = True
 
@@ -295,8 +312,9 @@ class Benchmark(Protocol):
         """One of this package, with inputs of its own."""
 
     def baselines(self, device: Device) -> Sequence[Baseline]:
-        """Those that are installed here."""
-        return ()
+        """Those that are installed here, and have a GPU to run on."""
+        on_gpu = device.type == "cuda"
+        return [p for p in self.packages if on_gpu and distributions.version(p.name) is not None]
 
     def who(self, backend: str, kind: str) -> str:
         """What times of this package are called."""

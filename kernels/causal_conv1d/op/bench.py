@@ -4,7 +4,6 @@ baseline."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,10 +32,14 @@ ON_CPU = ("time_last:2,64,256:float32",)
 
 
 @dataclass(frozen=True)
-class Case(benchmark.SequenceCase):
+class Case(benchmark.SequenceCase, benchmark.ParsedCase):
     """A convolution to time, with a bias and SiLU: ``time_last:8,2048,2048:bfloat16``, batch, channels and time."""
 
     family: ClassVar[str] = "causal_conv1d"
+    expected: ClassVar[str] = (
+        f"layout:batch,channels,time:dtype, and perhaps :width=N, where layouts are {', '.join(LAYOUTS)}, dtypes "
+        f"{', '.join(DTYPES)}, and widths {WIDTHS[0]} to {WIDTHS[-1]}"
+    )
 
     layout: str
     batch: int
@@ -46,17 +49,12 @@ class Case(benchmark.SequenceCase):
     width: int = 4
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """``ValueError`` for anything that is no case."""
-        expected = (
-            f"layout:batch,channels,time:dtype, and perhaps :width=N, where layouts are {', '.join(LAYOUTS)}, "
-            f"dtypes {', '.join(DTYPES)}, and widths {WIDTHS[0]} to {WIDTHS[-1]}"
-        )
-        with benchmark.parsed(text, expected) as (layout, (batch, channels, time), dtype, chosen):
-            width = int(chosen.pop("width", 4))
-            known = layout in LAYOUTS and dtype in DTYPES and width in WIDTHS
-            if not known or min(batch, channels, time) < 1:
-                raise ValueError
+    def of(cls, parts: benchmark.CaseText) -> Case | None:
+        layout, (batch, channels, time), dtype, options = parts
+        width = int(options.pop("width", 4))
+        known = layout in LAYOUTS and dtype in DTYPES and width in WIDTHS
+        if not known or min(batch, channels, time) < 1:
+            return None
         return cls(layout, batch, channels, time, dtype, width)
 
     def __str__(self) -> str:
@@ -113,7 +111,7 @@ class CausalConv1d(benchmark.Implementation):
 class ConvBenchmark(benchmark.Benchmark):
     """Convolutions of width 4 in both layouts."""
 
-    case_type, usual = Case, (USUAL, ON_CPU)
+    case_type, usual, packages = Case, (USUAL, ON_CPU), (CausalConv1d(),)
     subject = "causal convolutions"
     description = (
         "Times the forward and the backward pass of causal convolutions with a bias and SiLU, and the package "
@@ -140,9 +138,6 @@ class ConvBenchmark(benchmark.Benchmark):
         arguments, options = normalised(x, weight, bias, None, None, None, False, "silu", backend)
         y_grad, wanted = case.sequence(device), (True, True, True, False)
         return lambda: plans.backward(arguments, y_grad, None, options, wanted)
-
-    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
-        return benchmark.if_installed(CausalConv1d(), device)
 
 
 BENCHMARK = ConvBenchmark()

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.base.package import NAME
@@ -25,10 +25,13 @@ BATCH, TIME = 16, 1024
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(benchmark.ParsedCase):
     """A network to time. Steps wait for each other, and not for the memory."""
 
     family: ClassVar[str] = "rnn"
+    expected: ClassVar[str] = (
+        f"cell:heads,units:dtype, where cells are {', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
+    )
     options: ClassVar[str] = ""
 
     function: Function
@@ -39,14 +42,11 @@ class Network:
     time: int = TIME
 
     @classmethod
-    def parse(cls, text: str, batch: int = BATCH, time: int = TIME) -> Network:
-        """``lstm:1,768:bfloat16``, heads and their units; ``ValueError`` for anything else."""
-        expected = f"cell:heads,units:dtype, where cells are {', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
-        with benchmark.parsed(text, expected) as (word, (heads, dim), dtype, _):
-            (function,) = (name for name in SIZES if name == word)
-            if dtype not in DTYPES or min(heads, dim) < 1:
-                raise ValueError
-        return cls(function, heads, dim, dtype, batch, time)
+    def of(cls, parts: benchmark.CaseText) -> Network | None:
+        """``lstm:1,768:bfloat16``, heads and their units."""
+        word, (heads, dim), dtype, _ = parts
+        (function,) = (name for name in SIZES if name == word)
+        return cls(function, heads, dim, dtype) if dtype in DTYPES and min(heads, dim) > 0 else None
 
     def __str__(self) -> str:
         return f"{self.group}:{self.dtype}"
@@ -217,7 +217,8 @@ class NetworkBenchmark(benchmark.Benchmark):
         usual = [f"{f}:{n},{d}:{t}" for f, n, d in TARGETS for t in ("bfloat16", "float16")]
         batch, times = benchmark.whole_number("bs", args.bs), benchmark.lengths(args.seqlens)
         named = args.case or usual
-        return [Network.parse(text, batch, time) for time in times for text in named]
+        networks = [Network.parse(text) for text in named]
+        return [replace(network, batch=batch, time=time) for time in times for network in networks]
 
     def call(
         self, case: Network, direction: str, backend: RnnBackend, device: torch.device

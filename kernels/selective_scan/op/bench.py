@@ -47,7 +47,7 @@ FACTORS = (2.5, 3.0)
 
 
 @dataclass(frozen=True)
-class Case(benchmark.SequenceCase):
+class Case(benchmark.SequenceCase, benchmark.ParsedCase):
     """A scan as in Mamba's blocks, with D, a bias and softplus: ``time_last:8,2048,2048,16:bfloat16``, batch, channels,
     time and states.
 
@@ -56,6 +56,10 @@ class Case(benchmark.SequenceCase):
     """
 
     family: ClassVar[str] = "selective_scan"
+    expected: ClassVar[str] = (
+        "layout:batch,channels,time,states:dtype, and perhaps :gate=none and :groups=N, where layouts are "
+        f"{', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, states 1 to {MOST_STATES}, and groups divide the channels"
+    )
 
     layout: str
     batch: int
@@ -67,18 +71,12 @@ class Case(benchmark.SequenceCase):
     groups: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """``ValueError`` for anything that is no case."""
-        expected = (
-            "layout:batch,channels,time,states:dtype, and perhaps :gate=none and :groups=N, where layouts are "
-            f"{', '.join(LAYOUTS)}, dtypes {', '.join(DTYPES)}, states 1 to {MOST_STATES}, and groups divide the channels"
-        )
-        with benchmark.parsed(text, expected) as (layout, shape, dtype, chosen):
-            batch, channels, time, states = shape
-            gate, groups = chosen.pop("gate", GATES[0]), int(chosen.pop("groups", 1))
-            known = layout in LAYOUTS and dtype in DTYPES and gate in GATES
-            if not known or min(*shape, groups) < 1 or states > MOST_STATES or channels % groups:
-                raise ValueError
+    def of(cls, parts: benchmark.CaseText) -> Case | None:
+        layout, (batch, channels, time, states), dtype, options = parts
+        gate, groups = options.pop("gate", GATES[0]), int(options.pop("groups", 1))
+        known = layout in LAYOUTS and dtype in DTYPES and gate in GATES
+        if not known or min(*parts.sizes, groups) < 1 or states > MOST_STATES or channels % groups:
+            return None
         return cls(layout, batch, channels, time, states, dtype, gate, groups)
 
     def __str__(self) -> str:
@@ -162,6 +160,7 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
     """Scans of the sizes of Mamba's blocks, each with what it is to take at most."""
 
     case_type, usual = Case, ((*MAMBA_SSM, *FURTHER), ON_CPU)
+    packages = (MambaSsm(),)
     subject = "selective scans"
     description = (
         "Times the forward and the backward pass of selective scans with D, a bias, softplus and, unless a case says "
@@ -193,8 +192,8 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
         return lambda: plans.backward(arguments, checkpoints, out_grad, None, options, wanted)
 
     def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
-        baselines = benchmark.if_installed(MambaSsm(), device)
-        return baselines if importlib.util.find_spec("selective_scan_cuda") else ()
+        known = importlib.util.find_spec("selective_scan_cuda") is not None
+        return super().baselines(device) if known else ()
 
     def measures(self, results: benchmark.Results) -> tuple[str, ...]:
         return *super().measures(results), "target ms>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,12 +36,16 @@ ON_CPU = ("channels:4,256,16:float32",)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(benchmark.ParsedCase):
     """A step to time: ``channels:64,5120,16:float32`` or ``heads:64,64,64,128:float32``; batch, heads, channels of each
     and states, and the dtype of the state. Heads have one A, step size, bias and D each, as in Mamba-2. All but the
     state, A, D and the bias are bfloat16, or what ``inputs`` says. A sequence has so many ``tokens``."""
 
     family: ClassVar[str] = "selective_state_update"
+    expected: ClassVar[str] = (
+        "kind:sizes:dtype, and perhaps :inputs=DTYPE or :tokens=N, where sizes of channels are batch,channels,states, "
+        f"of heads batch,heads,channels,states, states at most {MOST_STATES}, and dtypes {', '.join(DTYPES)}"
+    )
     time: ClassVar[int] = 1
 
     kind: str
@@ -52,17 +55,12 @@ class Case:
     tokens: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """``ValueError`` for anything that is no case."""
-        expected = (
-            "kind:sizes:dtype, and perhaps :inputs=DTYPE or :tokens=N, where sizes of channels are batch,channels,states, "
-            f"of heads batch,heads,channels,states, states at most {MOST_STATES}, and dtypes {', '.join(DTYPES)}"
-        )
-        with benchmark.parsed(text, expected) as (kind, shape, dtype, chosen):
-            inputs, tokens = chosen.pop("inputs", _INPUTS), int(chosen.pop("tokens", "1"))
-            fits = len(shape) == len(KINDS.get(kind, ())) and min(*shape, tokens) > 0
-            if not fits or shape[-1] > MOST_STATES or {dtype, inputs} - {*DTYPES}:
-                raise ValueError
+    def of(cls, parts: benchmark.CaseText) -> Case | None:
+        kind, shape, dtype, options = parts
+        inputs, tokens = options.pop("inputs", _INPUTS), int(options.pop("tokens", "1"))
+        fits = len(shape) == len(KINDS.get(kind, ())) and min(*shape, tokens) > 0
+        if not fits or shape[-1] > MOST_STATES or {dtype, inputs} - {*DTYPES}:
+            return None
         return cls(kind, shape, dtype, inputs, tokens)
 
     def __str__(self) -> str:
@@ -163,7 +161,7 @@ class MambaSSM(benchmark.Implementation):
 class StepBenchmark(benchmark.Benchmark):
     """Steps of Mamba and Mamba-2, of one token or of several, in place of the states."""
 
-    case_type, usual = Case, (USUAL, ON_CPU)
+    case_type, usual, packages = Case, (USUAL, ON_CPU), (MambaSSM(),)
     subject = "steps of selective scans"
     description = (
         "Times one step of a selective scan, or one for each of a few tokens, in place of its state, with D, z, a bias and "
@@ -187,9 +185,6 @@ class StepBenchmark(benchmark.Benchmark):
         return lambda: selective_state_update(
             *(state, x, dt, A, B, C, D, z, bias, True), cu_seqlens=bounds, backend=backend
         )
-
-    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
-        return benchmark.if_installed(MambaSSM(), device)
 
 
 BENCHMARK = StepBenchmark()

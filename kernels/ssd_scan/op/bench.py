@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,11 +31,15 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(benchmark.ParsedCase):
     """A scan as in Mamba-2's blocks, with D, a bias and softplus: ``dense:8,2048,80,64,128:bfloat16``, batch, time, heads, size of
     a head and states. ``groups`` are of heads that have B and C of their own."""
 
     family: ClassVar[str] = "ssd_scan"
+    expected: ClassVar[str] = (
+        f"dense:batch,time,heads,size,states:dtype, and perhaps :groups=N, where dtypes are {', '.join(_DTYPES)}, and "
+        "groups divide the heads"
+    )
 
     batch: int
     time: int
@@ -47,18 +50,12 @@ class Case:
     groups: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """``ValueError`` for anything that is no case."""
-        expected = (
-            "dense:batch,time,heads,size,states:dtype, and perhaps :groups=N, where dtypes are "
-            f"{', '.join(_DTYPES)}, and groups divide the heads"
-        )
-        with benchmark.parsed(text, expected) as (layout, shape, dtype, chosen):
-            batch, time, heads, size, states = shape
-            groups = int(chosen.pop("groups", 1))
-            known = layout == "dense" and dtype in _DTYPES
-            if not known or min(*shape, groups) < 1 or heads % groups:
-                raise ValueError
+    def of(cls, parts: benchmark.CaseText) -> Case | None:
+        layout, (batch, time, heads, size, states), dtype, options = parts
+        groups = int(options.pop("groups", 1))
+        known = layout == "dense" and dtype in _DTYPES
+        if not known or min(*parts.sizes, groups) < 1 or heads % groups:
+            return None
         return cls(batch, time, heads, size, states, dtype, groups)
 
     def __str__(self) -> str:
@@ -148,7 +145,7 @@ class MambaSsm(benchmark.Implementation):
 class SSDScanBenchmark(benchmark.Benchmark):
     """Scans of the sizes of Mamba-2's blocks."""
 
-    case_type, usual = Case, (USUAL, ON_CPU)
+    case_type, usual, packages = Case, (USUAL, ON_CPU), (MambaSsm(),)
     subject = "state space dual scans"
     description = (
         "Times the forward and the backward pass of Mamba-2's scans with D, a bias and softplus, and the package "
@@ -177,9 +174,6 @@ class SSDScanBenchmark(benchmark.Benchmark):
         out_grad = case.sequence(device)
         wanted = tuple(tensor is not None for tensor in arguments[:DIFFERENTIABLE])
         return lambda: plans.backward(arguments, None, out_grad, None, options, wanted)
-
-    def baselines(self, device: torch.device) -> Sequence[benchmark.Baseline]:
-        return benchmark.if_installed(MambaSsm(), device)
 
 
 BENCHMARK = SSDScanBenchmark()
