@@ -67,6 +67,12 @@ class Option:
         return self.settings.get("default", False if flag else None)
 
 
+#: Of operators of sequences (batch, channels, time).
+CHANNEL_LAST = Option(
+    "--channel-last", action="store_true", help="channels have stride 1, and time has not"
+)
+
+
 class KernelCall(Protocol):
     """One kernel's part in an operator's call: inputs that are copied first, and the problems that it may pose."""
 
@@ -292,6 +298,23 @@ def parse_shape(option: str, text: str) -> tuple[int, ...]:
     if math.prod(max(size, 1) for size in shape) > MOST_ELEMENTS:
         raise ValueError(f"{option} is {text!r}; accepted are at most 2**60 elements")
     return shape
+
+
+def sequence_sizes(operator: Operator, shape: tuple[int, ...], args: Namespace) -> tuple[int, ...]:
+    """Batch, channels and time of an operator that takes these; ``ValueError`` for another ``--shape``."""
+    if len(shape) != 3:
+        raise ValueError(
+            f"--shape is {args.shape!r}; {operator.name} takes {operator.shape}, such as 8,2048,2048"
+        )
+    return shape
+
+
+def described_sequence(shape: tuple[int, ...], dtype: str, args: Namespace) -> Tensor:
+    """A tensor (batch, channels, time) that is nowhere, of whose dimensions ``--channel-last`` says which is contiguous."""
+    if not args.channel_last:
+        return described_tensor(shape, dtype)
+    batch, channels, time = shape
+    return described_tensor((batch, time, channels), dtype).transpose(1, 2)
 
 
 def described_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:

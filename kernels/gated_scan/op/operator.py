@@ -36,9 +36,7 @@ class GatedScan(operator.Operator):
             metavar="X",
             help=f"of gates: {', '.join(KINDS)}; default: {USUAL_KIND}",
         ),
-        operator.Option(
-            "--channel-last", action="store_true", help="channels have stride 1, and time has not"
-        ),
+        operator.CHANNEL_LAST,
         operator.Option("--reset", action="store_true", help="states start anew at some steps"),
         operator.Option("--reverse", action="store_true", help="scan from the end"),
     )
@@ -104,23 +102,13 @@ class GatedScan(operator.Operator):
         return self.name if isinstance(call, gated_scan_calls.KernelCall) else "linear_scan"
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> operator.ParsedCall:
-        if len(shape) != 3:
-            raise ValueError(
-                f"--shape is {args.shape!r}; gated_scan takes batch, channels and time, such as 8,2560,4096"
-            )
         import torch
 
+        batch, channels, time = operator.sequence_sizes(self, shape, args)
         name = USUAL_KIND if args.kind is None else operator.known("--kind", args.kind, [*KINDS])
-        kind, (batch, channels, time) = KINDS[name], shape
-        wide = "float64" if dtype == "float64" else "float32"
-
-        def sequence() -> Tensor:
-            if args.channel_last:
-                return operator.described_tensor((batch, time, channels), dtype).transpose(1, 2)
-            return operator.described_tensor(shape, dtype)
-
+        kind, wide = KINDS[name], "float64" if dtype == "float64" else "float32"
         tensors = (
-            *(sequence() for _ in kind.inputs),
+            *(operator.described_sequence(shape, dtype, args) for _ in kind.inputs),
             *(operator.described_tensor((channels,), wide) for _ in kind.parameters),
         )
         reset = None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
 from scan_registry.ops.operator import (
+    CHANNEL_LAST,
     PASSES,
     WITHOUT_DIM,
     Operator,
     Option,
     ParsedCall,
+    described_sequence,
     described_tensor,
+    sequence_sizes,
 )
 
 if TYPE_CHECKING:
@@ -44,17 +48,11 @@ class SelectiveScan(Operator):
     options = (
         Option("--states", type=int, metavar="N", help=f"of a channel; default: {_USUAL_STATES}"),
         Option("--groups", type=int, metavar="N", help="that B and C come in; default: 1"),
-        Option(
-            "--channel-last", action="store_true", help="channels have stride 1, and time has not"
-        ),
+        CHANNEL_LAST,
     )
 
     def parse(self, dtype: str, shape: tuple[int, ...], args: Namespace) -> ParsedCall:
-        if len(shape) != 3:
-            raise ValueError(
-                f"--shape is {args.shape!r}; selective_scan takes batch, channels and time, such as 8,2048,2048"
-            )
-        batch, channels, time = shape
+        batch, channels, time = sequence_sizes(self, shape, args)
         states = _USUAL_STATES if args.states is None else args.states
         if not 1 <= states <= MOST_STATES:
             raise ValueError(f"--states is {states}; accepted are 1 to {MOST_STATES}")
@@ -65,11 +63,7 @@ class SelectiveScan(Operator):
         real = "float32" if complex_numbers else dtype
         wide = "float64" if real == "float64" else "float32"
 
-        def sequence() -> Tensor:
-            if args.channel_last:
-                return described_tensor((batch, time, channels), real).transpose(1, 2)
-            return described_tensor(shape, real)
-
+        sequence = partial(described_sequence, shape, real, args)
         length = 2 * time if complex_numbers else time
         projections = [described_tensor((batch, groups, states, length), real) for _ in "BC"]
         tensors = (
