@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from scan_registry.base.strides import dense_strides
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks, packing
@@ -93,14 +92,11 @@ def causal_conv1d(
     """
     arguments = x, weight, bias, initial_state, cu_seqlens
     arrays = checks.as_arrays(dict(zip(PARAMETERS, arguments, strict=True)), PARAMETERS)
-    checks.check_backend(backend)
     checks.check_choice("activation", activation, ACTIVATIONS)
     options = Options(
         checks.check_time(dim),
         activation is not None,
-        checks.check_bool("return_final_state", return_final_state),
-        backend,
-        policy.lowest(),
+        *checks.check_common(return_final_state, backend),
     )
     operands = _converted(arrays, options.dim)
     if axis_name is None:

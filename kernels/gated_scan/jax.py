@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
 from scan_registry.jax.primitives import compute_dtype
@@ -57,13 +56,10 @@ def gated_scan(
         )
     others = {"initial_state": initial_state, "reset": reset, "cu_seqlens": cu_seqlens}
     arrays = checks.as_arrays(dict(zip(names, inputs, strict=True)) | others, _accepted(of))
-    checks.check_backend(backend)
     options = Options(
         checks.check_time(dim),
         checks.check_bool("reverse", reverse),
-        checks.check_bool("return_final_state", return_final_state),
-        backend,
-        policy.lowest(),
+        *checks.check_common(return_final_state, backend),
     )
     operands = _operands(of, arrays, options)
     if axis_name is not None:

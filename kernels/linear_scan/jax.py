@@ -11,7 +11,6 @@ from jax import lax
 
 from scan_registry.base.strides import dense_strides
 from scan_registry.base.tensor_facts import TensorFacts
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks, packing
@@ -95,7 +94,6 @@ def linear_scan(
         },
     )
     gates, tokens, initial_state, cu_seqlens = arrays.values()
-    checks.check_backend(backend)
     try:
         shape = jnp.broadcast_shapes(gates.shape, tokens.shape)
     except ValueError as error:
@@ -107,9 +105,7 @@ def linear_scan(
     options = Options(
         checks.check_dim(dim, len(shape)),
         checks.check_bool("reverse", reverse),
-        checks.check_bool("return_final_state", return_final_state),
-        backend,
-        policy.lowest(),
+        *checks.check_common(return_final_state, backend),
     )
     of_gates, of_tokens = _kernel_dtypes(str(gates.dtype), str(tokens.dtype))
     gates = gates.reshape((*(1,) * (len(shape) - gates.ndim), *gates.shape)).astype(of_gates)

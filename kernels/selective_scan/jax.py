@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
 from scan_registry.jax.primitives import compute_dtype
@@ -45,23 +44,11 @@ PARAMETERS = {
 
 
 def selective_scan(
-    u: Any,
-    delta: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
-    delta_softplus: bool = False,
-    initial_state: Any = None,
-    *,
-    dim: int = -1,
-    cu_seqlens: Any = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-    axis_name: str | None = None,
-) -> Any:
+    u: Any, delta: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None,
+    delta_bias: Any = None, delta_softplus: bool = False, initial_state: Any = None, *,
+    dim: int = -1, cu_seqlens: Any = None, return_final_state: bool = False,
+    backend: Backend = "auto", axis_name: str | None = None,
+) -> Any:  # fmt: skip
     """The output of a selective scan; with ``return_final_state`` also the state after the last step.
 
     With δ = delta + delta_bias, or its softplus (the identity above 20), for each of Dm channels and N states:
@@ -93,13 +80,10 @@ def selective_scan(
     """
     present = Operands(u, delta, A, B, C, D, z, delta_bias, initial_state, cu_seqlens)
     every = Operands(**checks.as_arrays(present._asdict(), PARAMETERS))
-    checks.check_backend(backend)
     options = Options(
         checks.check_time(dim),
         checks.check_bool("delta_softplus", delta_softplus),
-        checks.check_bool("return_final_state", return_final_state),
-        backend,
-        policy.lowest(),
+        *checks.check_common(return_final_state, backend),
     )
     operands = _converted(every, options.dim)
     if axis_name is None:

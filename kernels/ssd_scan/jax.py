@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from scan_registry.dispatch import policy
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
 from scan_registry.jax.primitives import compute_dtype
@@ -30,22 +29,11 @@ PARAMETERS = {
 
 
 def ssd_scan(
-    x: Any,
-    dt: Any,
-    A: Any,
-    B: Any,
-    C: Any,
-    D: Any = None,
-    z: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_state: Any = None,
-    *,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
+    x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, dt_bias: Any = None,
+    dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_state: Any = None, *, return_final_state: bool = False, backend: Backend = "auto",
     axis_name: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """The state space dual scan of Mamba-2::
 
         δ    = clamp(softplus(dt + dt_bias), *dt_limit)   without softplus unless dt_softplus
@@ -76,13 +64,10 @@ def ssd_scan(
     """
     raw = Operands(x, dt, A, B, C, D, z, dt_bias, initial_state)
     every = Operands(**checks.as_arrays(raw._asdict(), PARAMETERS))
-    checks.check_backend(backend)
     options = Options(
         checks.check_bool("dt_softplus", dt_softplus),
         checks.check_limits("dt_limit", dt_limit),
-        checks.check_bool("return_final_state", return_final_state),
-        backend,
-        policy.lowest(),
+        *checks.check_common(return_final_state, backend),
     )
     operands = _converted(every)
     if axis_name is None:

@@ -13,7 +13,9 @@ import numpy as np
 from jax import lax
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.dispatch.select import BACKENDS
+from scan_registry.dispatch import policy
+from scan_registry.dispatch.fit import Tier
+from scan_registry.dispatch.select import BACKENDS, Backend
 
 #: Of the names that torch and JAX share.
 NARROW = ("bfloat16", "float16")
@@ -99,9 +101,11 @@ def check_precision(arrays: Mapping[str, Any], first: str) -> None:
             raise TypeError(f"{name} has dtype {array.dtype}, {first} {dtype}; they do not mix")
 
 
-def check_backend(backend: Any) -> None:
-    """``ValueError`` if there is no such backend."""
+def check_common(return_final_state: Any, backend: Any) -> tuple[bool, Backend, Tier]:
+    """With what the options of every function end: whether the final state is asked for, the backend, and the lowest tier that is
+    allowed. ``TypeError`` or ``ValueError`` for what is no such option."""
     check_choice("backend", backend, BACKENDS)
+    return check_bool("return_final_state", return_final_state), backend, policy.lowest()
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
