@@ -27,18 +27,13 @@ class RooflineProblem:
     """Read ``reads`` tensors and write ``writes``, of ``count`` floats each. All start at multiples of
     16 bytes."""
 
+    kernel = KERNEL_NAME
+    #: Of what is counted; the bytes may be anything's.
+    dtype = "float32"
+
     reads: int
     writes: int
     count: int
-
-    @property
-    def kernel(self) -> str:
-        return KERNEL_NAME
-
-    @property
-    def dtype(self) -> str:
-        """Of what is counted; the bytes may be anything's."""
-        return "float32"
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -30,6 +30,10 @@ class RowsProblem:
     wide_indices whether indices are int64
     """
 
+    kernel = KERNEL_NAME
+    #: Of what is counted; the bytes may be anything's.
+    dtype = "float32"
+
     rows: int
     units: int
     unit: int
@@ -41,15 +45,6 @@ class RowsProblem:
     scatter: bool = False
     pad_slot: int = -1
     wide_indices: bool = False
-
-    @property
-    def kernel(self) -> str:
-        return KERNEL_NAME
-
-    @property
-    def dtype(self) -> str:
-        """Of what is counted; the bytes may be anything's."""
-        return "float32"
 
 
 def _accepts(variant: model.Variant, problem: RowsProblem) -> str | None:

@@ -38,6 +38,16 @@ DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float3
 _PER_TENSOR = ("dtype_b", "dtype_r", "dtype_w", "dtype_g", "dtype_s", "dtype_a")
 
 
+def _torch_dtype(name: str | None) -> torch.dtype:
+    dtype: torch.dtype = DTYPES[name or ""]
+    return dtype
+
+
+def _torch_dtype_of(field_name: str) -> Any:
+    """A property: torch's dtype of what a field has in words."""
+    return property(lambda self: _torch_dtype(getattr(self, field_name)))
+
+
 @dataclass
 class FlashRNNConfig:
     """As ``flashrnn.FlashRNNConfig``; what it said and did otherwise:
@@ -140,25 +150,11 @@ class FlashRNNConfig:
     def input_dim(self) -> int:
         return self.num_gates_w * self.hidden_dim
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return _torch_dtype(self.dtype)
-
-    @property
-    def torch_dtype_b(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_b)
-
-    @property
-    def torch_dtype_r(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_r)
-
-    @property
-    def torch_dtype_w(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_w)
-
-    @property
-    def torch_dtype_s(self) -> torch.dtype:
-        return _torch_dtype(self.dtype_s)
+    torch_dtype = _torch_dtype_of("dtype")
+    torch_dtype_b = _torch_dtype_of("dtype_b")
+    torch_dtype_r = _torch_dtype_of("dtype_r")
+    torch_dtype_w = _torch_dtype_of("dtype_w")
+    torch_dtype_s = _torch_dtype_of("dtype_s")
 
 
 def flashrnn(
@@ -245,11 +241,6 @@ def _known(name: str, value: Any, accepted: Sequence[str]) -> None:
         raise ValueError(
             f"{name} is {described(value)}; accepted are {', '.join(accepted)}{instead}"
         )
-
-
-def _torch_dtype(name: str | None) -> torch.dtype:
-    dtype: torch.dtype = DTYPES[name or ""]
-    return dtype
 
 
 def _arranged(

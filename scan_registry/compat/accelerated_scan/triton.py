@@ -18,14 +18,6 @@ def scan(gates: Tensor, tokens: Tensor) -> Tensor:
     - the recurrence is computed in float32 or better, and second derivatives are right.
 
     Args:
-        gates: (B, C, T).
-        tokens: (B, C, T).
-
-    Returns:
-        The states, (B, C, T), in the dtype of ``tokens``; complex if the gates are.
-
-    Raises:
-        TypeError, ValueError: the arguments are not as described.
-        NoKernelError: no Triton kernel runs on this GPU.
+        gates, tokens: as for ``accelerated_scan.warp.scan``, as are results and errors.
     """
     return pair.scan("(B, C, T)", "triton", gates=gates, tokens=tokens)

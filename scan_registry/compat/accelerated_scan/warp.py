@@ -28,7 +28,7 @@ def scan(gates: Tensor, tokens: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: the arguments are not as described.
-        NoKernelError: no CUDA kernel runs on this GPU.
+        NoKernelError: no such kernel runs on this GPU.
     """
     return scan_forward(gates, tokens)
 
