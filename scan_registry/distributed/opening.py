@@ -343,12 +343,9 @@ def refusals(members: Members, tensors: Iterable[Any]) -> Iterator[None]:
 
 
 def opening_of(
-    members: Members,
-    terms: Terms,
-    device: torch.device | None,
-    count: int = 0,
+    members: Members, terms: Terms, device: torch.device | None, count: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Opening:
+) -> Opening:  # fmt: skip
     """The group's opening for these terms, and for rows of ``count`` elements."""
     memory = members.session.openings
     key = terms._replace(number=0), device, count, dtype

@@ -65,9 +65,7 @@ class HGRN(ScanLayer):
         expand_ratio: a state has ``int(hidden_size * expand_ratio)`` channels.
         elementwise_affine: whether the norm has a weight.
         norm_eps: what the norm adds to the mean square.
-        batch_first: whether the batch comes before time.
-        device: where parameters are.
-        dtype: that of parameters.
+        batch_first, device, dtype: as for ``RGLRU``.
         backend: that of ``scan_registry.hgrn``.
 
     Raises:

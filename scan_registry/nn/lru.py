@@ -35,8 +35,7 @@ class LRU(ScanLayer):
         r_min: decays begin with absolute values between it and ``r_max``, spread evenly over the area of that ring.
         r_max: see ``r_min``.
         max_phase: they begin with phases from 0 to it.
-        batch_first: whether the batch comes before time.
-        device: where parameters are.
+        batch_first, device: as for ``RGLRU``.
         dtype: that of parameters, but for ``theta_log``, ``nu_log`` and ``gamma_log``, which are float32 or float64.
         backend: that of ``scan_registry.linear_scan``.
 

@@ -178,9 +178,7 @@ class MinGRU(_Minimal):
         proj_out: whether states are projected to the output; if None, where ``expansion_factor`` is not 1.
         activation: ``"positive"``, g(x) = x + ½ from 0 on and sigmoid(x) below, or ``"identity"``, the paper's first
             form.
-        batch_first: whether the batch comes before time.
-        device: where parameters are.
-        dtype: that of parameters.
+        batch_first, device, dtype: as for ``RGLRU``.
         backend: that of ``scan_registry.min_gru``.
 
     Raises:

@@ -57,19 +57,10 @@ class GRU(Recurrent[Tensor]):
     function = "gru"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        backend: RnnBackend = "auto",
-    ) -> None:
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, *, backend: RnnBackend = "auto",
+    ) -> None:  # fmt: skip
         super().__init__(
             "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
             device, dtype, backend,
@@ -87,20 +78,11 @@ class RNN(Recurrent[Tensor]):
     function = "elman"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: str = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
+        self, input_size: int, hidden_size: int, num_layers: int = 1, nonlinearity: str = "tanh",
+        bias: bool = True, batch_first: bool = False, dropout: float = 0.0,
+        bidirectional: bool = False, device: Device = None, dtype: torch.dtype | None = None, *,
         backend: RnnBackend = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         checks.check_nonlinearity(nonlinearity)
         super().__init__(
             "RNN_TANH", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
@@ -124,20 +106,11 @@ class SLSTM(Recurrent[tuple[Tensor, Tensor, Tensor, Tensor]]):
     function = "slstm"
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        num_heads: int = 1,
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, *, num_heads: int = 1,
         backend: RnnBackend = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(
             "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional,
             device, dtype, backend, num_heads,

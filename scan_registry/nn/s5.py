@@ -165,8 +165,7 @@ class S5(ScanLayer):
             (batch, 2 · state_width), forwards in time first.
         bcInit: how C begins, ``"dense"`` or ``"complex_normal"``; ``"dense"`` if None.
         discretization: ``"zoh"``, a zero-order hold, or ``"bilinear"``.
-        batch_first: whether the batch comes before time.
-        device: where parameters are.
+        batch_first, device: as for ``RGLRU``.
         dtype: that of ``seq.B`` and ``seq.D``; the others are float32 and complex64, or float64 and complex128.
         backend: that of ``scan_registry.linear_scan``.
 

@@ -49,12 +49,9 @@ def sequence_problem(
 
 
 def alternatives(
-    direction: Direction,
-    options: Options,
-    tensors: Mapping[str, Tensor],
-    training: bool,
+    direction: Direction, options: Options, tensors: Mapping[str, Tensor], training: bool,
     resets: bool = False,
-) -> tuple[tuple[Problem, Backend], ...]:
+) -> tuple[tuple[Problem, Backend], ...]:  # fmt: skip
     """The problems that would do, in the order in which the backend tries them, and what may solve each. ``tensors`` are the
     kernel's, padded, as far as they are there."""
     whole = sequence_problem(direction, options, tensors, training, resets)

@@ -62,12 +62,9 @@ def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def backward(
-    arguments: Arguments,
-    options: Options,
-    out_grad: Tensor | None,
-    final_grad: Tensor | None,
+    arguments: Arguments, options: Options, out_grad: Tensor | None, final_grad: Tensor | None,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients that are wanted, of all arguments but the bounds. They are differentiable themselves where
     derivatives are recorded; else there is memory for the graph of one piece only."""
 

@@ -56,12 +56,9 @@ def forward(arguments: Arguments, options: Options) -> tuple[Tensor, Tensor | No
 
 
 def backward(
-    arguments: Arguments,
-    options: Options,
-    out_grad: Tensor | None,
-    final_grad: Tensor | None,
+    arguments: Arguments, options: Options, out_grad: Tensor | None, final_grad: Tensor | None,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients that are wanted, of all arguments but ``seq_idx`` and ``cu_seqlens``; differentiable themselves where
     derivatives are recorded."""
 
@@ -302,12 +299,9 @@ def _through_packed(
 
 
 def _handed_on(
-    additions: Tensor,
-    gates: Tensor,
-    state: Tensor,
-    begins: Tensor | None = None,
+    additions: Tensor, gates: Tensor, state: Tensor, begins: Tensor | None = None,
     entering: Tensor | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """The states after slots: the one before it times a slot's gate, and its addition. ``state`` is before the first one, and
     ``entering`` before those that begin a sequence."""
     after = []

@@ -112,12 +112,7 @@ def ssd_scan(
     Raises:
         TypeError: an argument is not a tensor, or a dtype is not supported or does not mix.
         ValueError: a shape or a value is not as described, devices differ, or ``backend`` has no kernel for such arguments.
-        NoKernelError: ``require``, ``SCAN_REGISTRY_REQUIRE`` or ``backend`` allows nothing that runs
-            on this GPU; the message lists what there is.
-        DriverError: the driver failed; the message names the kernel, its variant and the launch.
-
-    Warns:
-        FallbackWarning: once per kernel, where it is compiled here or plain torch stands in for it.
+        NoKernelError, DriverError, FallbackWarning: as for ``scan_registry.selective_scan``.
     """
     if isinstance(initial_state, StateRows):
         both = _scan_rows(

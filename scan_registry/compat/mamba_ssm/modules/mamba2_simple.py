@@ -39,31 +39,15 @@ class Mamba2Simple(Mamba2):
     """
 
     def __init__(
-        self,
-        d_model: int,
-        d_state: int = 64,
-        d_conv: int = 4,
-        conv_init: float | None = None,
-        expand: float = 2,
-        headdim: int = 128,
-        ngroups: int = 1,
-        A_init_range: tuple[float, float] = (1, 16),
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        dt_init_floor: float = 1e-4,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
-        learnable_init_states: bool = False,
-        activation: str = "swish",
-        bias: bool = False,
-        conv_bias: bool = True,
-        chunk_size: int = 256,
-        use_mem_eff_path: bool = True,
-        layer_idx: int | None = None,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
+        self, d_model: int, d_state: int = 64, d_conv: int = 4, conv_init: float | None = None,
+        expand: float = 2, headdim: int = 128, ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1, 16), dt_min: float = 0.001, dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4, dt_limit: tuple[float, float] = (0.0, float("inf")),
+        learnable_init_states: bool = False, activation: str = "swish", bias: bool = False,
+        conv_bias: bool = True, chunk_size: int = 256, use_mem_eff_path: bool = True,
+        layer_idx: int | None = None, device: Device = None, dtype: torch.dtype | None = None, *,
         backend: Backend = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation should be silu or swish, got: {activation!r}")
         check_options(dt_min, dt_max, learnable_init_states=learnable_init_states)

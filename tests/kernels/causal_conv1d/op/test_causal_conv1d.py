@@ -36,15 +36,9 @@ def one_sequence(
 
 
 def plainly(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    initial_state: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    activation: str | None = None,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, activation: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What the docstring says, in operators that torch differentiates. Shares no code with the package."""
     silu, width, channels = activation is not None, weight.shape[1], x.shape[1]
     zeros = x.new_zeros(channels, width - 1)
