@@ -288,7 +288,7 @@ class Benchmark(Protocol):
     sizes: str = "--case"
     by: str = "kernel"
     passes: tuple[str, ...] = PASSES
-    backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda", "triton"), ("auto",))
+    backends: tuple[tuple[str, ...], tuple[str, ...]] = (("cuda",), ("auto",))
     targets: tuple[PerformanceTarget, ...] = ()
     uses: tuple[PerformanceTarget, ...] = ()
     packages: tuple[Baseline, ...] = ()

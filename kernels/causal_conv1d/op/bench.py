@@ -122,7 +122,6 @@ class ConvBenchmark(benchmark.Benchmark):
         "blocks"
     )
     columns = ("layout", "B, C, T~", "dtype")
-    backends = (("cuda",), ("auto",))
 
     def call(
         self, case: Case, direction: str, backend: Backend, device: torch.device

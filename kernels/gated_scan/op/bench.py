@@ -219,6 +219,7 @@ class GatedScanBenchmark(benchmark.Benchmark):
     )
     case_help = "kind:layout:batch,channels,time:dtype; may repeat. Default: those of the project's performance targets"
     columns = ("kind", "layout", "B, C, T~", "dtype")
+    backends = (("cuda", "triton"), ("auto",))
     options = (
         Option(
             "--kind",

@@ -221,6 +221,7 @@ class ScanBenchmark(Benchmark):
         "and :state=1 (initial and final) may be added; in place of the sizes above; may repeat"
     )
     columns = ("layout", "B, C, T~", "dtype")
+    backends = (("cuda", "triton"), ("auto",))
     sizes = "--seqlens"
     targets, uses = TARGETS, USED
     draws = True

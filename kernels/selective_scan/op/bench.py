@@ -171,7 +171,6 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
         "Default: those of the project's performance targets, and others of few channels, short sequences or few states"
     )
     columns = ("layout", "B, D, T, N~", "dtype")
-    backends = (("cuda",), ("auto",))
 
     def call(
         self, case: Case, direction: str, backend: Backend, device: torch.device

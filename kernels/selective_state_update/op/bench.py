@@ -173,7 +173,6 @@ class StepBenchmark(benchmark.Benchmark):
     )
     columns = ("kind", "sizes~", "dtype")
     passes = (PASS,)
-    backends = (("cuda",), ("auto",))
 
     def call(
         self, case: Case, direction: str, backend: Backend, device: torch.device

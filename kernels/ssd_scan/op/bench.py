@@ -156,7 +156,6 @@ class SSDScanBenchmark(benchmark.Benchmark):
         "Mamba-2's blocks"
     )
     columns = ("B, T, H, P, N~", "dtype")
-    backends = (("cuda",), ("auto",))
 
     def call(
         self, case: Case, direction: str, backend: Backend, device: torch.device

@@ -74,7 +74,6 @@ class ScaleBenchmark(Benchmark):
     case_help = "vector:size:float32; may repeat"
     columns = ("what", "size", "dtype")
     passes = ("forward",)
-    backends = (("cuda",), ("auto",))
 
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         import torch
