@@ -143,9 +143,9 @@ class _CausalConv1d(Operator):
     roles = (FOLD, SHARED, SHARED, FOLD, SHARED)
     result_roles = (FOLD, FOLD)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
-        x = outline_of(operands[0])
-        return [x, *([self._state(operands, options)] if options.final else [])]
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
+        of_state = self._state(operands, options)
+        return {"y": outline_of(operands[0]), "final_state": of_state if options.final else None}
 
     @staticmethod
     def _state(operands: Arrays, options: Options) -> Outline:
@@ -186,10 +186,7 @@ class _CausalConv1d(Operator):
         if not _has_kernels(operands, options):
             return None
         of_state = self._state(operands, options)
-        outputs = {
-            "y": outline_of(operands[0]),
-            "final_state": of_state if options.final else None,
-        }
+        outputs = self.outlines(operands, options)
         starts = {"final_state": packing.leaving(operands[3], *of_state, operands[4])}
         written = _call(platform, "forward", _inputs(operands), outputs, starts, operands, options)
         return in_order(written, outputs)

@@ -68,9 +68,12 @@ class GatedScan(Operator):
         parameters = (SHARED,) * len(kind.parameters)
         self.roles = (*(FOLD,) * self.count, *parameters, FOLD, FOLD, SHARED)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
-        states = outline_of(operands[0])
-        return [states, *([self._state(operands, options)] if options.final else [])]
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
+        of_state = self._state(operands, options)
+        return {
+            "states": outline_of(operands[0]),
+            "final_state": of_state if options.final else None,
+        }
 
     @staticmethod
     def _state(operands: Arrays, options: Options) -> Outline:
@@ -107,12 +110,8 @@ class GatedScan(Operator):
     def run(self, platform: str, operands: Arrays, options: Options) -> list[Any] | None:
         if not self._has_kernels(platform, operands, options):
             return None
-        first, (initial, _, cu_seqlens) = operands[0], operands[self.end :]
-        of_state = self._state(operands, options)
-        outputs = {
-            "states": outline_of(first),
-            "final_state": of_state if options.final else None,
-        }
+        initial, _, cu_seqlens = operands[self.end :]
+        of_state, outputs = self._state(operands, options), self.outlines(operands, options)
         starts = {"final_state": packing.leaving(initial, *of_state, cu_seqlens)}
         inputs = self._inputs(operands)
         written = self._call(platform, "forward", inputs, outputs, starts, operands, options)

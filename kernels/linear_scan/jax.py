@@ -20,6 +20,7 @@ from scan_registry.jax.ffi import (
     Selection,
     call_on_cpu,
     call_on_gpu,
+    in_order,
     outline_of,
 )
 from scan_registry.jax.primitives import BROADCAST, FULL, SHARED, Arrays, Operator, Pullback, define
@@ -186,9 +187,10 @@ class _LinearScan(Operator):
     roles = (BROADCAST, FULL, FULL, SHARED)
     result_roles = (FULL, FULL)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
         tokens = outline_of(operands[1])
-        return [tokens, *([self._state(tokens, operands[3], options)] if options.final else [])]
+        of_state = self._state(tokens, operands[3], options)
+        return {"states": tokens, "final_state": of_state if options.final else None}
 
     def bounds(self, groups: Sequence[Arrays], options: Options) -> tuple[int, int] | None:
         # Derivatives have no tokens, but states, or their cotangents.
@@ -219,12 +221,10 @@ class _LinearScan(Operator):
             "initial_state": initial,
             "offsets": None if cu_seqlens is None else checks.as_int64(cu_seqlens),
         }
-        outputs = {"states": outline_of(tokens), "final_state": of_state if options.final else None}
+        outputs = self.outlines(operands, options)
         starts = {"final_state": packing.leaving(initial, *of_state, cu_seqlens)}
         written = _call(platform, call.problem, inputs, outputs, starts, options)
-        return (
-            None if written is None else [*written.values()][: len(self.shapes(operands, options))]
-        )
+        return in_order(written, outputs)
 
     def composed(self, operands: Arrays, options: Options) -> list[Any]:
         gates, tokens, initial, cu_seqlens = operands

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from scan_registry.jax.ffi import Outline, Selection, call_on_gpu
+from scan_registry.jax.ffi import Outline, Selection, call_on_gpu, in_order
 from scan_registry.jax.primitives import BROADCAST, FULL, Arrays, Operator, define
 from scan_registry.jax.sharded import Part, run_over
 from scan_registry.kernels.linear_scan.jax import (
@@ -28,10 +28,12 @@ class _Summary(Operator):
     roles = (BROADCAST, FULL)
     result_roles = (FULL, FULL)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
         tokens = operands[1]
         shape = state_shape(tokens.shape, options.dim, None)
-        return [(shape, state_dtype_of(str(tokens.dtype)))] * 2
+        return dict.fromkeys(
+            ("final_gate", "final_state"), (shape, state_dtype_of(str(tokens.dtype)))
+        )
 
     def run(self, platform: str, operands: Arrays, options: Options) -> list[Any] | None:
         gates, tokens = operands
@@ -40,12 +42,10 @@ class _Summary(Operator):
         of_gates, of_tokens = facts_of(gates, platform), facts_of(tokens, platform)
         dense, how = of_tokens.strides, (options.dim, options.reverse)
         call = calls.make_summary_call(of_gates, of_tokens, dense, *how)
-        (outline, _) = self.shapes(operands, options)
         kernel = Selection(FAMILY, call.problem, options.backend, options.lowest)
         inputs = {"gates": written_gates(gates, tokens, call), "tokens": tokens}
-        outputs: dict[str, Outline | None] = {"final_gate": outline, "final_state": outline}
-        written = call_on_gpu(kernel, inputs, lambda scalars: outputs)
-        return None if written is None else [written["final_gate"], written["final_state"]]
+        outputs = self.outlines(operands, options)
+        return in_order(call_on_gpu(kernel, inputs, lambda scalars: outputs), outputs)
 
     def composed(self, operands: Arrays, options: Options) -> list[Any]:
         gates, tokens = operands

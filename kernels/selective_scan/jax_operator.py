@@ -22,6 +22,7 @@ from scan_registry.jax.ffi import (
     call_on_cpu,
     call_on_gpu,
     gpu,
+    in_order,
     outline_of,
 )
 from scan_registry.jax.primitives import (
@@ -88,11 +89,8 @@ class _SelectiveScan(Operator):
     roles = (FOLD, FOLD, SHARED, FOLD, FOLD, SHARED, FOLD, SHARED, FOLD, SHARED)
     result_roles = (FOLD, FOLD, FOLD)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
-        return [o for o in self._outlines(Operands(*operands), options).values() if o is not None]
-
-    @staticmethod
-    def _outlines(of: Operands, options: Options) -> dict[str, Outline | None]:
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
+        of = Operands(*operands)
         batch, _, time = ordered(of.u.shape, options.dim)
         sequences = packing.sequences_of(of.cu_seqlens)
         between = () if sequences is None else (sequences,)
@@ -145,7 +143,7 @@ class _SelectiveScan(Operator):
         return results
 
     def _shape_kept(self, of: Operands, options: Options) -> Outline:
-        kept = self._outlines(of, options)["checkpoints"]
+        kept = self.outlines(of, options)["checkpoints"]
         assert kept is not None
         return kept
 
@@ -153,9 +151,9 @@ class _SelectiveScan(Operator):
         of = Operands(*operands)
         if not _has_kernels(of, options):
             return None
-        outputs = self._outlines(of, options)
+        outputs = self.outlines(of, options)
         if platform == "cpu":
-            final = self._outlines(of, options._replace(final=True))["final_state"]
+            final = self.outlines(of, options._replace(final=True))["final_state"]
             own = {"out": outputs["out"], "final_state": final}
             written = call_on_cpu(_function("forward", of, options), _inputs(of), own)
             if options.training:
@@ -166,7 +164,7 @@ class _SelectiveScan(Operator):
             if launched is None:
                 return None
             written = launched
-        return [written[name] for name, outline in outputs.items() if outline is not None]
+        return in_order(written, outputs)
 
     def run_adjoint(self, platform: str, pullback: Pullback, options: Options) -> list[Any] | None:
         of, wanted = Operands(*pullback.operands), pullback.wanted

@@ -69,11 +69,8 @@ class _SSDScan(Operator):
     roles = (FOLD, FOLD, SHARED, FOLD, FOLD, SHARED, FOLD, SHARED, FOLD)
     result_roles = (FOLD, FOLD, FOLD)
 
-    def shapes(self, operands: Arrays, options: Options) -> list[Outline]:
-        return [o for o in self._outlines(Operands(*operands), options).values() if o is not None]
-
-    @staticmethod
-    def _outlines(of: Operands, options: Options) -> dict[str, Outline | None]:
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
+        of = Operands(*operands)
         batch, _, heads, size = of.x.shape
         state = (batch, heads, size, of.B.shape[3]), compute_dtype(of.x)
         keeps = options.training and of.z is not None
@@ -98,14 +95,14 @@ class _SSDScan(Operator):
         gated = y if of.z is None else y * jax.nn.silu(of.z.astype(y.dtype))
         results = {"out": gated.astype(of.x.dtype), "final_state": final}
         results["ungated"] = y.astype(of.x.dtype)
-        outlines = self._outlines(of, options)
+        outlines = self.outlines(of, options)
         return [results[name] for name, outline in outlines.items() if outline is not None]
 
     def run(self, platform: str, operands: Arrays, options: Options) -> list[Any] | None:
         of = Operands(*operands)
         if not _has_kernels(platform, of, options):
             return None
-        outputs = self._outlines(of, options)
+        outputs = self.outlines(of, options)
         written = _launch("forward", of, options, of._asdict(), outputs)
         return in_order(written, outputs)
 

@@ -8,7 +8,7 @@ backward kernels, and what else is asked for is composed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -67,7 +67,7 @@ class Operator(Protocol):
     """What a family says of its operator. ``options`` is hashable, and its own.
 
     name      of the operator
-    shapes    outlines of the results
+    outlines  of the results, by name; None where there is none
     run       the results, on a platform that has kernels; None if none runs there, and JAX's operators may
     composed  the results, composed of JAX's operators; differentiable
     saved     which operands, and which results, derivatives need
@@ -83,9 +83,14 @@ class Operator(Protocol):
     roles: tuple[str, ...]
     result_roles: tuple[str, ...]
 
-    def shapes(self, operands: Arrays, options: Any) -> list[Outline]: ...
+    def outlines(self, operands: Arrays, options: Any) -> Mapping[str, Outline | None]: ...
     def run(self, platform: str, operands: Arrays, options: Any) -> list[Any] | None: ...
     def composed(self, operands: Arrays, options: Any) -> list[Any]: ...
+
+    def shapes(self, operands: Arrays, options: Any) -> list[Outline]:
+        """Outlines of the results that are there."""
+        outlines = self.outlines(operands, options).values()
+        return [outline for outline in outlines if outline is not None]
 
     def bounds(self, groups: Sequence[Arrays], options: Any) -> tuple[int, int] | None:
         return None
