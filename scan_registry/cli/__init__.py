@@ -1,6 +1,6 @@
 """The command line: one module per command.
 
-A command is a module with ``add_parser``, which declares its arguments, and ``run``, which returns
+A command is a module with ``add_arguments``, which declares its arguments, and ``run``, which returns
 the exit status; its name on the command line is the module's. Only the module of the command that is
 called is imported. What a user can cause (a damaged archive, a filter that names nothing, a device
 without a kernel) is one message on stderr and status 2; anything else is a defect of this package and
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 
 class Command(Protocol):
-    """What a command's module defines."""
+    """What a command's module defines: what its help says before the arguments and behind them, and these."""
 
-    def add_parser(
-        self, commands: argparse._SubParsersAction[argparse.ArgumentParser], /
-    ) -> None: ...
+    DESCRIPTION: str | None
+    EPILOG: str | None
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
 
     def run(self, args: argparse.Namespace, /) -> int: ...
 
@@ -82,7 +83,10 @@ def parser(words: Sequence[str] | None = None) -> Parser:
     called = None if words is None else next((word for word in words if word[:1] != "-"), "")
     for name in COMMANDS:
         if called in (None, name):
-            command(name).add_parser(commands)
+            own = command(name)
+            own.add_arguments(
+                commands.add_parser(name, description=own.DESCRIPTION, epilog=own.EPILOG)
+            )
         else:
             commands.add_parser(name)
     for name, purpose in _SPOKEN.items():

@@ -36,35 +36,43 @@ _TARGETS = "--targets times the project's own cases, each with the least fractio
 _USES = " --uses likewise times shapes that people use, and sums up each use."
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = EPILOG = None  # each operator has its own
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments: of the first operator, and of each other one under its name."""
     first, *others = operators().values()
-    named = _add_operator(commands, "bench", first).add_subparsers(
-        dest="timed", metavar="what", title="what to time instead"
-    )
+    _add_operator(parser, first)
+    named = parser.add_subparsers(dest="timed", metavar="what", title="what to time instead")
     assert isinstance(named, Commands)
     named.own = first.name
     for operator in others:
-        _add_operator(named, operator.name, operator)
-    bench_distributed.add_parser(named)
+        subject = operator.benchmark.subject
+        _add_operator(named.add_parser(operator.name, help=f"time {subject} instead"), operator)
+    bench_distributed.add_arguments(
+        named.add_parser(
+            bench_distributed.NAME,
+            help="time one sequence over all ranks of a group instead",
+            description=bench_distributed.DESCRIPTION,
+            epilog=bench_distributed.EPILOG,
+        )
+    )
 
 
-def _add_operator(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, operator: Operator
-) -> argparse.ArgumentParser:
+def _add_operator(parser: argparse.ArgumentParser, operator: Operator) -> None:
     benchmark = operator.benchmark
     targets, usual = benchmark.targets, benchmark.backends[0]
     missed = "1 where a target was not met; " if targets else ""
-    parser = commands.add_parser(
-        name,
-        help=f"time {benchmark.subject} instead",
-        description=benchmark.description
+    parser.description = (
+        benchmark.description
         + (f" {_ROOFLINE}" if benchmark.streams else "")
         + (_TARGETS if targets else "")
         + (_USES if benchmark.uses else "")
-        + (bench_random.DESCRIPTION if benchmark.draws else ""),
-        epilog=f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
-        f"nothing can be timed. The JSON document is described by scan_registry/kernels/{operator.name}/op/bench.json.",
+        + (bench_random.DESCRIPTION if benchmark.draws else "")
+    )
+    parser.epilog = (
+        f"Exit status: 0; {missed}2 for arguments that cannot be meant, and where "
+        f"nothing can be timed. The JSON document is described by scan_registry/kernels/{operator.name}/op/bench.json."
     )
     for option in benchmark.options:
         parser.add_argument(*option.names, **option.settings)
@@ -120,7 +128,6 @@ def _add_operator(
     )
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
     parser.set_defaults(operator=operator.name, targets=False, uses=False, random=None)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,19 +29,21 @@ CASES = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "Times a linear scan of `scan_registry.distributed` on the ranks that torchrun has started, NCCL on GPUs "
+    "and gloo on the CPU, forward and backward. Beside it stand a copy of one rank's part, an all-gather of two float32 "
+    "rows a channel, and one rank with the whole sequence. A time is that of one call, from when all ranks are ready "
+    "until the last is done. Without torchrun there is one rank. Example: `torchrun --nproc-per-node 2 -m scan_registry "
+    "bench distributed`."
+)
+EPILOG = (
+    "Exit status: 0; 2 for arguments that cannot be meant. The first rank prints. The JSON document is described "
+    "by scan_registry/schemas/bench-distributed.json."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser = commands.add_parser(
-        NAME,
-        help="time one sequence over all ranks of a group instead",
-        description="Times a linear scan of `scan_registry.distributed` on the ranks that torchrun has started, NCCL on GPUs "
-        "and gloo on the CPU, forward and backward. Beside it stand a copy of one rank's part, an all-gather of two float32 "
-        "rows a channel, and one rank with the whole sequence. A time is that of one call, from when all ranks are ready "
-        "until the last is done. Without torchrun there is one rank. Example: `torchrun --nproc-per-node 2 -m scan_registry "
-        "bench distributed`.",
-        epilog="Exit status: 0; 2 for arguments that cannot be meant. The first rank prints. The JSON document is described "
-        "by scan_registry/schemas/bench-distributed.json.",
-    )
     parser.add_argument(
         "--device", help="cpu or cuda; default: cuda with a GPU for each rank, else cpu"
     )

@@ -30,14 +30,16 @@ _ARCHITECTURE = r"(sm|ptx|compute)[-_]?\d+[af]?"
 _OFFICIAL = re.compile(rf"{_ARCHITECTURE}([-_]{_ARCHITECTURE})*")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "What this machine has compiled because nothing installed was built for it, and "
+    "what `scan-registry tune` found on its GPUs. "
+    "SCAN_REGISTRY_CACHE chooses the folder."
+)
+EPILOG = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's own commands and their arguments."""
-    parser = commands.add_parser(
-        "cache",
-        description="What this machine has compiled because nothing installed was built for it, and "
-        "what `scan-registry tune` found on its GPUs. "
-        "SCAN_REGISTRY_CACHE chooses the folder.",
-    )
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
     listed = actions.add_parser(
         "list",

@@ -19,14 +19,16 @@ def script(shell: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "completion",
-        description="Prints a script with which a shell completes commands and options. Write it to a file "
-        "that the shell reads: "
-        + ", ".join(f"{place} ({shell})" for shell, place in SHELLS.items())
-        + ". For zsh the folder has to be in fpath before compinit runs.",
-    )
+DESCRIPTION = (
+    "Prints a script with which a shell completes commands and options. Write it to a file "
+    "that the shell reads: "
+    + ", ".join(f"{place} ({shell})" for shell, place in SHELLS.items())
+    + ". For zsh the folder has to be in fpath before compinit runs."
+)
+EPILOG = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=tuple(SHELLS), help="the shell that is to read it")
 
 

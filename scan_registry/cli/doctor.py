@@ -52,17 +52,20 @@ _KERNEL_MODULE = Path(
 _LITTLE = 16 << 20  # bytes: less is too little for a kernel compiled here, and what goes with it
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "Looks at the installation and at the GPUs here, or at one that --for describes "
+    "and that need not be here: which kernels would run in which form, what is wrong, and what "
+    "to install. Runs and changes nothing."
+)
+EPILOG = (
+    "Exit status 0: every checked call that a wheel has a kernel for would run a kernel, no level that is set "
+    "forbids all that a GPU can run, and everything installed is intact and fits. Without a GPU: calls on the CPU work. 1: otherwise. 2: invalid arguments. "
+    "The JSON document is described by scan_registry/schemas/doctor.json."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser = commands.add_parser(
-        "doctor",
-        description="Looks at the installation and at the GPUs here, or at one that --for describes "
-        "and that need not be here: which kernels would run in which form, what is wrong, and what "
-        "to install. Runs and changes nothing.",
-        epilog="Exit status 0: every checked call that a wheel has a kernel for would run a kernel, no level that is set "
-        "forbids all that a GPU can run, and everything installed is intact and fits. Without a GPU: calls on the CPU work. 1: otherwise. 2: invalid arguments. "
-        "The JSON document is described by scan_registry/schemas/doctor.json.",
-    )
     add_gpu(parser)
     parser.add_argument(
         "--strict", action="store_true", help="exit with status 1 on a machine without a GPU, too"

@@ -22,16 +22,18 @@ from scan_registry.kernels import families
 from scan_registry.ops.operator import DTYPES, Operator, Option, known, operators, parse_shape
 from scan_registry.version import __version__
 
+DESCRIPTION = (
+    "Shows, for the forward and the backward pass of a call, what is chosen, how it "
+    "is launched, why, and what would run in its place. Runs nothing, and needs no GPU."
+)
+EPILOG = (
+    "Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "
+    "be meant, or if an installed archive is damaged. The JSON document is described by scan_registry/schemas/explain.json."
+)
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser = commands.add_parser(
-        "explain",
-        description="Shows, for the forward and the backward pass of a call, what is chosen, how it "
-        "is launched, why, and what would run in its place. Runs nothing, and needs no GPU.",
-        epilog="Exit status: 0; 1 if the call would raise NoKernelError; 2 for arguments that cannot "
-        "be meant, or if an installed archive is damaged. The JSON document is described by scan_registry/schemas/explain.json.",
-    )
     by_name = operators()
     parser.add_argument("operator", help=f"one of {', '.join([*by_name, *_others()])}")
     parser.add_argument("--dtype", required=True, metavar="X", help=" ".join(DTYPES))

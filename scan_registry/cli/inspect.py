@@ -40,15 +40,16 @@ backend="reference" works. `pip install scan-registry-sm90` adds those for one a
 builds them."""
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "Lists the installed archives and kernels, one line each. With --all, --json or a "
+    "filter, lists their binaries, after checking each against its digest, as `scan-registry verify` "
+    "does. Filters may repeat; what is left matches one value of each."
+)
+EPILOG = "Exit status: 0, or 2 if an archive is damaged, a filter names nothing installed or no binary matches all filters."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser = commands.add_parser(
-        "inspect",
-        description="Lists the installed archives and kernels, one line each. With --all, --json or a "
-        "filter, lists their binaries, after checking each against its digest, as `scan-registry verify` "
-        "does. Filters may repeat; what is left matches one value of each.",
-        epilog="Exit status: 0, or 2 if an archive is damaged, a filter names nothing installed or no binary matches all filters.",
-    )
     parser.add_argument("--all", action="store_true", help="one row per binary, however many")
     parser.add_argument("--json", action="store_true", help="print a JSON document instead")
     listing.add_filters(parser)

@@ -51,14 +51,16 @@ class Result:
         return self.failure is None and self.error is not None and self.error <= self.tolerance
 
 
-def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "selftest",
-        description="Run every kernel of this machine on random problems and compare it with the "
-        "float64 reference.",
-        epilog="The exit status is 1 if an error is beyond its tolerance or nothing ran. --json prints "
-        "the form of scan_registry/schemas/selftest.json.",
-    )
+DESCRIPTION = (
+    "Run every kernel of this machine on random problems and compare it with the float64 reference."
+)
+EPILOG = (
+    "The exit status is 1 if an error is beyond its tolerance or nothing ran. --json prints "
+    "the form of scan_registry/schemas/selftest.json."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu or cuda:N; default: the first GPU, else the CPU")
     parser.add_argument(
         "--family",

@@ -24,17 +24,20 @@ if TYPE_CHECKING:
 LANGUAGES = ("cuda", "triton")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "Times every variant that the kernels' specs allow, on this GPU and problem by "
+    "problem; variants that no wheel holds are compiled first. What is found goes into the cache's "
+    "folder and comes before what is shipped, for problems near those that were timed; `scan-registry "
+    "cache clear` forgets it. Calls never tune. An interruption keeps what has been measured."
+)
+EPILOG = (
+    "Exit status: 0, or 2 for arguments that cannot be meant, without a GPU and where nothing "
+    "could be timed or saved. The JSON document is described by scan_registry/schemas/tune.json."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser = commands.add_parser(
-        "tune",
-        description="Times every variant that the kernels' specs allow, on this GPU and problem by "
-        "problem; variants that no wheel holds are compiled first. What is found goes into the cache's "
-        "folder and comes before what is shipped, for problems near those that were timed; `scan-registry "
-        "cache clear` forgets it. Calls never tune. An interruption keeps what has been measured.",
-        epilog="Exit status: 0, or 2 for arguments that cannot be meant, without a GPU and where nothing "
-        "could be timed or saved. The JSON document is described by scan_registry/schemas/tune.json.",
-    )
     add_choice(parser)
     parser.add_argument("--device", metavar="cuda:N", help="default: the first GPU")
     parser.add_argument("--dry-run", action="store_true", help="save nothing")

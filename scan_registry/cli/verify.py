@@ -101,17 +101,20 @@ class Report:
         return None
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+DESCRIPTION = (
+    "Checks every file, manifest and binary against its digest, the binaries' "
+    "origin against the shipped sources, what each binary says of itself against its entry, "
+    "and what GPUs have measured. Filters may repeat; what is left matches one value of each."
+)
+EPILOG = (
+    "Exit status: 0 if all of it is as stated, and with --rebuild at least one binary was "
+    "compared and every one that was is identical; 1 if anything is not; 2 if an argument is "
+    "wrong or there is nothing to check or compare."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser = commands.add_parser(
-        "verify",
-        description="Checks every file, manifest and binary against its digest, the binaries' "
-        "origin against the shipped sources, what each binary says of itself against its entry, "
-        "and what GPUs have measured. Filters may repeat; what is left matches one value of each.",
-        epilog="Exit status: 0 if all of it is as stated, and with --rebuild at least one binary was "
-        "compared and every one that was is identical; 1 if anything is not; 2 if an argument is "
-        "wrong or there is nothing to check or compare.",
-    )
     parser.add_argument(
         "--rebuild",
         action="store_true",
