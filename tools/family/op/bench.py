@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from scan_registry.dispatch.select import Backend
-from scan_registry.ops.benchmark import Benchmark, Call
+from scan_registry.ops.benchmark import Benchmark, Call, CaseText, ParsedCase
 
 if TYPE_CHECKING:
     import torch
@@ -16,23 +16,20 @@ ON_CPU = ("vector:1000000:float32",)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(ParsedCase):
     """A product to time: ``vector:1000:float32``."""
 
     family: ClassVar[str] = "scale"
     options: ClassVar[str] = ""
+    expected: ClassVar[str] = "vector:size:float32"
 
     size: int
     dtype: str
 
     @classmethod
-    def parse(cls, text: str) -> Case:
-        """``ValueError`` for anything that is no case."""
-        word, _, rest = text.partition(":")
-        size, _, dtype = rest.partition(":")
-        if (word, dtype) != ("vector", "float32") or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"the case is {text!r}; expected vector:size:float32")
-        return cls(int(size), dtype)
+    def of(cls, parts: CaseText) -> Case | None:
+        word, (size,), dtype, _ = parts
+        return cls(size, dtype) if (word, dtype) == ("vector", "float32") and size > 0 else None
 
     def __str__(self) -> str:
         return f"{self.group}:{self.size}:{self.dtype}"
