@@ -386,10 +386,11 @@ def _tell_compiled(decision: Decision, variant: Variant, compiled: jit.Compiled)
     )
 
 
-def run_reference(decision: Decision, run: Callable[[], Any]) -> Any:
+def run_reference(decision: Decision, reference: Callable[..., Any], *arguments: Any) -> Any:
     """Run the reference on a GPU; the first time for a kernel, measure it and warn."""
     import torch
 
+    run = partial(reference, *arguments)
     there = decision.system.device
     key = decision.family.name, decision.problem.kernel, Tier.REFERENCE
     if there is None or decision.backend == "reference" or key in _warned:

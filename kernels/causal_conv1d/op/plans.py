@@ -7,6 +7,7 @@ plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -236,8 +237,7 @@ def plan_forward(*args: Any) -> Callable[..., Any]:
     call = make_kernel_call("forward", arguments, options)
     runner = _runner(call, arguments.x.device, options)
     if isinstance(runner, Decision):
-        decision = runner
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return partial(run_reference, runner, by_reference)
     run, shape, packed = runner[0], arguments.state_shape, arguments.cu_seqlens is not None
     new_y, alike = _written_like(arguments.x, call)
     gaps = _gaps(arguments.weight, arguments.bias)
@@ -335,8 +335,7 @@ def plan_backward(*args: Any) -> Callable[..., Any]:
     call = make_kernel_call("backward", arguments, options, y_grad, [final_grad])
     runner = _runner(call, arguments.x.device, options)
     if isinstance(runner, Decision):
-        decision = runner
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return partial(run_reference, runner, by_reference)
     run, variant = runner
     of_x, of_weight, of_bias, of_state = wanted
     assert isinstance(call.problem, ConvProblem)
@@ -418,8 +417,7 @@ def plan_update(*args: Any) -> Callable[..., Any]:
         return causal_conv1d_cpu.plan_update(arguments, options) or by_reference
     runner = _runner(make_update_call(arguments, options), arguments.x.device, options)
     if isinstance(runner, Decision):
-        decision = runner
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return partial(run_reference, runner, by_reference)
     run, _ = runner
 
     def plan(*tensors: Any) -> Any:

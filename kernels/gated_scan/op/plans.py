@@ -8,6 +8,7 @@ that agree in shapes, strides and dtypes is selected once, and kept in a plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,8 +144,7 @@ def make_forward(*args: Any) -> Plan:
         return in_torch
     plan = plan_forward(arguments, options, addresses_of(flat))
     if isinstance(plan, Decision):
-        decision = plan
-        return lambda *flat: run_reference(decision, lambda: in_torch(*flat))
+        return partial(run_reference, plan, in_torch)
     return plan
 
 
@@ -255,8 +255,7 @@ def make_backward(*args: Any) -> Plan:
         arguments, states, states_grad, last_grad, options, wanted, addresses_of(tensors)
     )
     if isinstance(plan, Decision):
-        decision = plan
-        return lambda *tensors: run_reference(decision, lambda: in_torch(*tensors))
+        return partial(run_reference, plan, in_torch)
     return plan
 
 

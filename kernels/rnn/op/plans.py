@@ -218,8 +218,7 @@ def _plan_forward(
     posed = alternatives("forward", options, tensors, training, reset is not None)
     prepared = _prepared(posed, inputs.device)
     if isinstance(prepared, Decision):
-        decision = prepared
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return partial(run_reference, prepared, by_reference)
     problem, run = prepared
 
     def plan(
@@ -372,8 +371,7 @@ def plan_backward(
     posed = alternatives("backward", options, strided, True, reset is not None)
     prepared = _prepared(posed, states.device)
     if isinstance(prepared, Decision):
-        decision = prepared
-        return lambda *tensors: run_reference(decision, lambda: by_reference(*tensors))
+        return partial(run_reference, prepared, by_reference)
     problem, run = prepared
 
     def plan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -158,8 +159,7 @@ def make_forward(*args: Any) -> Plan:
     directions, count = _FORWARD[cut.count > 1], cut.count if cut.count > 1 else 0
     kernels = _prepared(directions, arguments, options, None, copies, count)
     if isinstance(kernels, Decision):
-        decision = kernels
-        return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
+        return partial(run_reference, kernels, by_torch)
     *first, run = [run for run, _ in kernels]
     inputs, x = inputs_of(arguments, copies), arguments.x
     new_out = allocator(x.device, x.shape, x.dtype)
@@ -226,8 +226,7 @@ def make_backward(*args: Any) -> Plan:
     directions: tuple[Direction, ...] = ("states", "adjoint", "backward")
     kernels = _prepared(directions, arguments, options, out_grad, copies)
     if isinstance(kernels, Decision):
-        decision = kernels
-        return lambda *tensors: run_reference(decision, lambda: by_torch(*tensors))
+        return partial(run_reference, kernels, by_torch)
     runs, problem = [run for run, _ in kernels], kernels[-1][1]
     inputs = inputs_of(arguments, copies)
     buffers = {
