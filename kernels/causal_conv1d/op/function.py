@@ -167,7 +167,8 @@ def causal_conv1d_update(
 ) -> Tensor:
     """One step of ``causal_conv1d``, or a few, for generation: the last inputs are kept in ``conv_state``.
 
-    One launch, which a CUDA graph can record; replays read the indices, bounds and counts anew. It has no derivative.
+    One launch, which a CUDA graph can record; replays read the indices, bounds and counts anew. It has no derivative. Numbers of
+    sequences may be int64, too, and are then narrowed, in a launch or two more for each tensor of them.
 
     Args:
         x: (batch, channels), or (batch, channels, steps); with ``cu_seqlens`` (tokens, channels).

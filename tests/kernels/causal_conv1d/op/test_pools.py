@@ -78,7 +78,8 @@ def bounds_of(lengths: list[int], dtype: torch.dtype) -> Tensor:
 def test_packed_sequences(
     width: int, length: int, apart: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """Of drawn lengths, none among them, in drawn rows, one of which is no row. Other rows keep their bits."""
+    """Of drawn lengths, none among them, in drawn rows, one of which is no row, all in integers of 32 or 64 bits. Other rows
+    keep their bits."""
     torch.manual_seed(width + 2 * apart)
     server = Server(width, length, dtype, device)
     order = torch.randperm(SLOTS)
@@ -86,14 +87,15 @@ def test_packed_sequences(
     written = order[SEQUENCES : 2 * SEQUENCES].clone() if apart else read
     lengths, padding = drawn_lengths(5), int(read[2])
     lengths[2] = 3
-    bounds = bounds_of(lengths, torch.int64 if apart else torch.int32)
+    integers = torch.int64 if apart else torch.int32
+    bounds = bounds_of(lengths, integers)
     before = server.pool.cpu().clone()
     x = torch.randn(int(bounds[-1]) + 2, CHANNELS, dtype=torch.float64).to(dtype)
-    rows = {"dst_conv_state_indices": written.int()} if apart else {}
+    rows = {"dst_conv_state_indices": written.to(integers)} if apart else {}
     if apart:
         read[4] = read[3]  # a prefix that two sequences share
     y = server.update(
-        x, conv_state_indices=read.int(), cu_seqlens=bounds, pad_slot_id=padding, **rows
+        x, conv_state_indices=read.to(integers), cu_seqlens=bounds, pad_slot_id=padding, **rows
     )
     expected, after = torch.zeros(x.shape, dtype=torch.float64), before.clone()
     for number, (start, end) in enumerate(pairwise(bounds.tolist())):
