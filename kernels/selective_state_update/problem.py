@@ -104,7 +104,10 @@ class StepProblem:
 
     @property
     def dense(self) -> bool:
-        """Whether rows are those of Mamba's blocks: of 16 states with numbers of A of their own, all one after the other."""
+        """Whether rows are those of Mamba's blocks: of 16 states with numbers of A of their own, all one after the other.
+
+        A batch of no slot has some slot's states loaded in place of its own, so there has to be one.
+        """
         of = dict(zip(STRIDES, self.strides, strict=True))
         distances = of["state_channel"], of["A_channel"], of["out_channel"]
         return (
@@ -114,6 +117,7 @@ class StepProblem:
             and self.dtype in DENSE_DTYPES
             and self.inputs == DENSE_INPUTS
             and self.heads == self.groups == 1
+            and self.slots > 0
             and self.channels % DENSE_ROWS == 0
             and (self.states, *distances) == (DENSE_STATES, DENSE_STATES, DENSE_STATES, 1)
         )

@@ -131,6 +131,10 @@ CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "dense rows of heads": (lambda: in_heads(dense(), 8), "dense"),
     "a head for each dense row": (lambda: in_heads(dense(), 128), "dense"),
+    "a pool of no slots": (
+        lambda: altered(dense(), state=lambda t: t[:0]) | {"indices": torch.full((3,), -1)},
+        "aligned",
+    ),
     "rows of one group each": (
         lambda: altered(
             dense(), B=lambda t: torch.stack([t] * 2, 1), C=lambda t: torch.stack([t] * 2, 1)
