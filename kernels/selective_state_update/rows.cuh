@@ -1,4 +1,4 @@
-// What both kernels of the family share: which rows a thread has, what a row needs once a token, and sums over the lanes of a row.
+// What step.cu and tokens.cu share: which rows a thread has, what a row needs once a token, and sums over the lanes of a row.
 //
 // A row is a channel of a head. A section are rows of one head and one group: all channels of a head, or as many as a group has. Of
 // blockIdx, x counts CTAs of a section, y sections, and z slices of the batches.

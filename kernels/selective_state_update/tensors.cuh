@@ -1,4 +1,4 @@
-// What both kernels of the family share: how they read and write tensors whose dtypes are arguments of the launch.
+// What all kernels of the family share: how they read and write tensors whose dtypes are arguments of the launch.
 //
 // An ALIGNED kernel takes B and C in INPUTS, and a float32 A; or, if TIED, an A of one number for all states of a row. All
 // else but the state has the dtype that `formats` says, two bits for each tensor: that is chosen among numbers that are
