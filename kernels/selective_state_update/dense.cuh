@@ -90,11 +90,13 @@ struct DenseRows {
         }
         return sum;
     }
-    // `sums` are those of the lane's states of all rows of the unit, and `row` is the output's.
-    __device__ void store_outputs(int row, float (&sums)[ROWS], const Token& token, bool active) const {
+    // Where the lane's first row lies in a row of the output.
+    __device__ Input::Storage* outputs_of(int row) const {
+        return static_cast<Input::Storage*>(args.out) + (row * int(args.out_batch) + first_row + first_own);
+    }
+    // `sums` are those of the lane's states of all rows of the unit.
+    __device__ void store_outputs(Input::Storage* out, float (&sums)[ROWS], const Token& token, bool active) const {
         exchange_halves<LANES / 2, ROWS / 2>(sums);
-        Input::Storage* const out =
-            static_cast<Input::Storage*>(args.out) + (row * int(args.out_batch) + first_row + first_own);
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
             const float y = (sums[j] + token.skipped[j]) * token.silu[j];

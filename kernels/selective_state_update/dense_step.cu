@@ -39,7 +39,7 @@ struct DenseStep : DenseRows {
                 store_states(at + r * ROW_DISTANCE, now, slot >= 0);
                 load_state(states[r].word, next_at + r * ROW_DISTANCE, true);
             }
-            store_outputs(batch, sums, token, slot >= 0);
+            store_outputs(outputs_of(batch), sums, token, slot >= 0);
             if (turn % 32 == 0) of_lanes = slot_of(next + (1 + lane) * stride);
             batch = next, slot = next_slot, at = next_at;
             next_slot = __shfl_sync(0xffffffffu, of_lanes, turn % 32);

@@ -78,19 +78,26 @@ struct DenseTokens : DenseRows {
                 copy_states(sequence.slot);
             }
             copy_inputs(buffer ^ 1, sequence, token);
+            SharedAddress inputs = shared + buffer * OF_GROUP + first_own * HALF;
+            SharedAddress projections = shared + B_AT + buffer * PROJECTIONS_OF_GROUP + part * VECTOR * HALF;
+            Input::Storage* out = outputs_of(from);
 #pragma unroll 1
-            for (int t = 0; t < tokens; t++) update(buffer, t, from + t, own.slot >= 0);
+            for (int t = 0; t < tokens; t++) {
+                update(inputs, projections, out, own.slot >= 0);
+                inputs += OF_TOKEN, projections += PROJECTION_OF_TOKEN, out += args.out_batch;
+            }
             const int to = every ? slot_after(args, batch, from - own.begin, own.slot) : is_last ? own.to : -1;
             if (to >= 0) write_states(to);
             buffer ^= 1;
         }
+        wait_for_copies<0>();  // zeros for the tokens of no sequence
     }
 
     // Starts to copy the states of a slot.
     __device__ void copy_states(int slot) const {
-        const Storage* const at = states_of(args.state, slot);
+        const Storage* const at = states_of(args.state, slot < 0 ? 0 : slot);
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) copy_to_shared(shared + r * OF_ROW + lane * 16, at + r * ROW_DISTANCE, slot >= 0);
+        for (int r = 0; r < ROWS; r++) copy_or_clear(shared + r * OF_ROW + lane * 16, at + r * ROW_DISTANCE, slot >= 0);
     }
     __device__ void read_states() {
 #pragma unroll
@@ -101,34 +108,34 @@ struct DenseTokens : DenseRows {
             for (int i = 0; i < VECTOR; i++) states[r][i] = chunk.get(i);
         }
     }
-    // Starts to copy what the tokens of a group need, and closes the group of copies.
+    // Starts to copy what the tokens of a group need, and closes the group of copies. Lanes beyond the pieces do the same as others.
     __device__ void copy_inputs(int buffer, const Sequence& sequence, int token) const {
-        const SharedAddress to = shared + buffer * OF_GROUP + lane * 16;
+        const int to = buffer * OF_GROUP;
         copy_rows(to + DT_AT, args.dt, sequence.end, token);
         copy_rows(to + X_AT, args.x, sequence.end, token);
         if (args.z.data) copy_rows(to + Z_AT, args.z, sequence.end, token);
-        const bool is_C = lane >= 2 * TOKENS;
-        const int its_token = token + lane / 2 % TOKENS, distance = int(is_C ? args.C.batch : args.B.batch);
-        copy_to_shared(shared + B_AT + buffer * PROJECTIONS_OF_GROUP + lane * 16,
-                       static_cast<const Input::Storage*>(is_C ? args.C.data : args.B.data) + (its_token * distance + lane % 2 * PIECE),
-                       lane < 4 * TOKENS && its_token < sequence.end);
+        const int piece = lane % (4 * TOKENS), its_token = token + piece / 2 % TOKENS;
+        const bool is_C = piece >= 2 * TOKENS;
+        const int distance = int(is_C ? args.C.batch : args.B.batch);
+        copy_or_clear(shared + B_AT + buffer * PROJECTIONS_OF_GROUP + piece * 16,
+                      static_cast<const Input::Storage*>(is_C ? args.C.data : args.B.data) + (its_token * distance + piece % 2 * PIECE),
+                      its_token < sequence.end);
         commit_copies();
     }
-    __device__ void copy_rows(SharedAddress to, const RowTensor& tensor, int end, int token) const {
-        const int its_token = token + lane / PIECES;
-        copy_to_shared(to, static_cast<const Input::Storage*>(tensor.data) + (its_token * int(tensor.batch) + first_row + lane % PIECES * PIECE),
-                       lane < TOKENS * PIECES && its_token < end);
+    __device__ void copy_rows(int to, const RowTensor& tensor, int end, int token) const {
+        const int piece = lane % (TOKENS * PIECES), its_token = token + piece / PIECES;
+        copy_or_clear(shared + to + piece * 16,
+                      static_cast<const Input::Storage*>(tensor.data) +
+                          (its_token * int(tensor.batch) + first_row + piece % PIECES * PIECE),
+                      its_token < end);
     }
 
-    // Takes the t-th token of a group, of which the inputs are in a buffer, and writes the output's row.
-    __device__ void update(int buffer, int t, int row, bool active) {
-        const SharedAddress at = shared + buffer * OF_GROUP + t * OF_TOKEN + first_own * HALF;
-        const SharedAddress projections =
-            shared + B_AT + buffer * PROJECTIONS_OF_GROUP + t * PROJECTION_OF_TOKEN + part * VECTOR * HALF;
+    // Takes a token, of which the lane's inputs are at two places of shared memory, and writes its outputs.
+    __device__ void update(SharedAddress inputs, SharedAddress projections, Input::Storage* out, bool active) {
         TokenInputs in;
 #pragma unroll
         for (int j = 0; j < OWN; j++) {
-            const SharedAddress its = at + j * UNITS * HALF;
+            const SharedAddress its = inputs + j * UNITS * HALF;
             load_shared(in.dt[j], its + DT_AT), load_shared(in.x[j], its + X_AT), load_shared(in.z[j], its + Z_AT);
         }
         load_shared(in.B.word, projections), load_shared(in.C.word, projections + PROJECTION_OF_GROUP);
@@ -138,21 +145,25 @@ struct DenseTokens : DenseRows {
         for (int i = 0; i < VECTOR; i++) B[i] = in.B.get(i), C[i] = in.C.get(i);
 #pragma unroll
         for (int r = 0; r < ROWS; r++) sums[r] = step(states[r], r, token, B, C);
-        store_outputs(row, sums, token, active);
+        store_outputs(out, sums, token, active);
     }
+    // Two loops, as rounded states take registers of their own.
     __device__ void write_states(int slot) const {
         Storage* const pool = args.dst_state.data ? args.dst_state.data : args.state.data;
         Storage* const at = states_of({pool, 0, args.dst_state.slot}, slot);
-        const bool at_random = sizeof(Storage) == 2 && args.seed;
-        const i64 seed = at_random ? *args.seed : 0;
+        if (sizeof(Storage) == 2 && args.seed) {
+            const i64 seed = *args.seed;
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            float rounded[VECTOR];
+            for (int r = 0; r < ROWS; r++) {
+                float rounded[VECTOR];
 #pragma unroll
-            for (int i = 0; i < VECTOR; i++) rounded[i] = states[r][i];
-            if (at_random) round_at_random(rounded, random_key(seed, slot, first_row + unit + r * UNITS), part * VECTOR);
-            store_states(at + r * ROW_DISTANCE, rounded, true);
-        }
+                for (int i = 0; i < VECTOR; i++) rounded[i] = states[r][i];
+                round_at_random(rounded, random_key(seed, slot, first_row + unit + r * UNITS), part * VECTOR);
+                store_states(at + r * ROW_DISTANCE, rounded, true);
+            }
+        } else
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) store_states(at + r * ROW_DISTANCE, states[r], true);
     }
 };
 

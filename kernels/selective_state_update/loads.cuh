@@ -125,7 +125,11 @@ __device__ inline void copy_to_shared(SharedAddress to, const void* from, bool w
         "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16; }" ::"r"(to), "l"(from), "r"(int(wanted))
         : "memory");
 }
-// The same of 16 or 8 bytes that other warps read, too, through the L1 cache.
+// The same, or 16 zeros. It does not branch, as a copy that a thread may leave out does.
+__device__ inline void copy_or_clear(SharedAddress to, const void* from, bool wanted) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+// Copy 16 or 8 bytes that other warps read, too, through the L1 cache.
 template <int BYTES>
 __device__ void copy_often_read(SharedAddress to, const void* from, bool wanted) {
     asm volatile(

@@ -43,6 +43,9 @@ inline SharedAddress shared_address(const void* data) { return SharedAddress(dat
 inline void copy_to_shared(SharedAddress to, const void* from, bool wanted) {
     if (wanted) emulator::copy_async(reinterpret_cast<void*>(to), from, 16, 16);
 }
+inline void copy_or_clear(SharedAddress to, const void* from, bool wanted) {
+    emulator::copy_async(reinterpret_cast<void*>(to), from, 16, wanted ? 16 : 0);
+}
 template <int BYTES>
 void copy_often_read(SharedAddress to, const void* from, bool wanted) {
     if (wanted) emulator::copy_async(reinterpret_cast<void*>(to), from, BYTES, BYTES);
