@@ -321,9 +321,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);
+#if !EACH_GATE
     if (!VARLEN && gates_time == 0)
         run_column<true>(of, column, before, after_grad, before_grad, sums);
     else
+#endif
         run_column<false>(of, column, before, after_grad, before_grad, sums);
 #endif
 #elif STAGES

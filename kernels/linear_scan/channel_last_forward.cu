@@ -279,8 +279,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     column_cta.run(ForwardPass<false>(of, column, before), time);
 #else
     const States after(final_state, state_batch, state_channel, state_time, column);
+#if !EACH_GATE
     if (!VARLEN && gates_time == 0) run_column<true>(of, column, before, after);
-    else run_column<false>(of, column, before, after);
+    else
+#endif
+        run_column<false>(of, column, before, after);
 #endif
 #elif STAGES
     const Scans scans(batch, channels, time);

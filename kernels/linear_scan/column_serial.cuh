@@ -22,7 +22,8 @@
 // forward, 20 and 10 backward.
 //
 // VARLEN: each packed sequence is a column of its own, and the longest start first. A gate that a channel has for all rows is
-// written to each row of a tile, so that there is no further code for it.
+// written to each row of a tile, so that there is no further code for it. EACH_GATE: channels have a gate for each row, in binaries
+// that are half as large.
 //
 // MISALIGNED: rows start and end off 16-byte boundaries. The offset differs from row to row, but is the same in all
 // tensors. A CTA copies every 16-byte piece that holds one of its channels, which is one piece more for each row. The

@@ -128,7 +128,10 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
 def ships(statics: Pins, target: Target) -> bool:
     """Whether wheels hold the variant. Kernels that were timed on an H200 alone, and that other kernels can stand in for, are in
     archives of capability 9.0 alone: the other archives have no room."""
-    replaceable = dict(statics)["access"] in (CONSTANT_GATE, MULTI_CTA, SHORT)
+    pins = dict(statics)
+    access = pins["access"]
+    wide = access == MISALIGNED and rings.is_wide(pins)
+    replaceable = wide or access in (CONSTANT_GATE, MULTI_CTA, SHORT)
     return not replaceable or (not target.is_ptx and target.capability == _TIMED)
 
 

@@ -53,8 +53,13 @@ _WIDE = (
     *((4, 6, 4), (4, 8, 2), (4, 8, 3), (4, 8, 4), (4, 8, 5), (4, 12, 2), (4, 12, 3), (4, 12, 4)),
     *((4, 16, 2), (6, 8, 4), (8, 8, 2), (8, 8, 3)),
 )
-#: Column-serial, misaligned rows: warps, steps and stages, beside the usual ones.
+#: Column-serial, misaligned rows: warps, steps and stages, beside the usual ones; and for many channels of 16-bit elements by the
+#: direction, with 128 channels to a column.
 _MISALIGNED = ((4, 12, 2), (4, 12, 3))
+_WIDE_MISALIGNED: dict[Direction, tuple[int, int, int]] = {
+    "forward": (8, 6, 3),
+    "backward": (8, 6, 2),
+}
 #: Of several CTAs to a column: stages, and the aggregate lead.
 _AGGREGATE_LEADS = ((4, 2), (6, 3))
 #: Column-serial, packed sequences, by an element's bytes: warps, lanes across and channels of a lane, steps and stages. With few
@@ -155,9 +160,17 @@ def _column(warps: int, vector: int, steps: int, stages: int, lanes_across: int 
 
 
 def _misaligned_columns(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """Misaligned rows, of which a lane has two channels."""
+    """Misaligned rows, of which a lane has two channels, or four."""
     for warps, steps, stages in _MISALIGNED:
         yield from resident(direction, dtype, _column(warps, 2, steps, stages), 2, MISALIGNED)
+    if ITEM_SIZE[dtype] == 2:
+        warps, steps, stages = _WIDE_MISALIGNED[direction]
+        yield from resident(direction, dtype, _column(warps, 4, steps, stages), 1, MISALIGNED)
+
+
+def is_wide(tile: Tile) -> bool:
+    """Whether a tile is of a column of 128 channels."""
+    return "lanes_across" in tile and tile["vector"] == 4
 
 
 def _varlen_columns(direction: Direction, dtype: str) -> Iterator[Tile]:

@@ -64,10 +64,16 @@ def is_column_serial(variant: Variant) -> bool:
     return "lanes_across" in dict(variant.statics)
 
 
+def is_wide(variant: Variant) -> bool:
+    """Whether a CTA has a column of 128 channels, each with a gate for each time step: no such column is the fastest if a channel has
+    one gate, and binaries for both are twice as large."""
+    return rings.is_wide(dict(variant.statics))
+
+
 def sums(variant: Variant) -> bool:
     """Whether a backward variant can sum the gradient of gates over time."""
     if is_column_serial(variant):
-        return True
+        return not is_wide(variant)
     if variant.text("access") == VARLEN:
         return False
     if variant.kernel.startswith("time_last"):
@@ -118,6 +124,8 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if not fits_rows(variant, problem):
         chunk = problem.chunk()
         return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
+    if is_wide(variant) and problem.has_one_gate():
+        return "each channel has one gate for all time steps"
     return refuses(variant, problem)
 
 

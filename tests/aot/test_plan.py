@@ -138,20 +138,21 @@ def test_what_tunings_name_is_optional_on_other_architectures(
 
 
 def test_tuned_variants_take_the_place_of_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere, if more than one problem was timed, those that are near the fastest."""
+    """Elsewhere, if defaults were timed on more than one problem, those that are near the fastest."""
     kernel = FAMILY.kernels[0]
     kind = pinned(next(iter(kernel.by_text.values())).statics[:3])
     own = {label for label in defaults(kernel, "sm90") if label.startswith(f"{kind},")}
     a, b = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
     near, far = 0.9 * planning.BORROWED, 1.1 * planning.BORROWED
+    slow = {min(own): 9 * far}
     rows = [
-        Row({"time": 1}, {a: 1.0, b: far}),
-        Row({"time": 2}, {a: near, b: 1.0}),
+        Row({"time": 1}, {a: 1.0, b: far, **slow}),
+        Row({"time": 2}, {a: near, b: 1.0, **slow}),
         Row({"time": 4}, {b: 1.0, a: far}),
     ]
-    for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[2:], own)):
+    for served, elsewhere in ((rows[:2], {a}), (rows, {a, b}), (rows[1:], own)):
         tuning = Tuning.of("sm_90", "x", "d", {kind: served})
-        for arch, expected in (("sm90", {a, b}), ("sm89", elsewhere), ("ptx80", elsewhere)):
+        for arch, expected in (("sm90", {a, b, *slow}), ("sm89", elsewhere), ("ptx80", elsewhere)):
             actual = set(planned(monkeypatch, tuned(kernel, tuning), arch))
             others = {t for t in defaults(kernel, arch) if not t.startswith(f"{kind},")}
             assert actual == others | expected, (arch, len(served))
@@ -172,7 +173,9 @@ def test_what_there_is_no_room_for_is_not_taken_over(monkeypatch: pytest.MonkeyP
     kind = pinned(next(iter(kernel.by_text.values())).statics[:3])
     large, small = [label for label in spare_labels(kernel) if label.startswith(f"{kind},")][:2]
     slower = 2 * planning.BORROWED
-    rows = [Row({"time": time}, {large: 1.0, small: slower}) for time in (1, 2)]
+    usual = next(label for label in defaults(kernel, "sm90") if label.startswith(f"{kind},"))
+    times = {large: 1.0, small: slower, usual: 9 * slower}
+    rows = [Row({"time": time}, times) for time in (1, 2)]
     tuning = Tuning.of("sm_90", "x", "d", {kind: rows})
 
     def serves(statics: Any, target: Target) -> bool:

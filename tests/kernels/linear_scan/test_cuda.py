@@ -105,6 +105,7 @@ def streamed() -> Iterator[Variant]:
             {"lanes_across": 16, "access": "varlen"},
             {"lanes_across": 16, "access": "misaligned"},
             {"vector": 2, "access": "misaligned"},
+            {"vector": 4, "access": "misaligned"},
         ],
     }
     dtypes = ("float32", "bfloat16", "complex64")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from contiguous_channels import DIRECTIONS, posed
 from in_turn import in_turn
 from selecting import like
 
-from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan import cases, streams
 from scan_registry.kernels.linear_scan.spec import FAMILY
 
 ONE_GATE_A_ROW = (
@@ -84,6 +86,27 @@ def test_one_gate_may_have_a_gradient_for_each_step(
     library.run(case.problem, case.tensors, seed=0)
     assert case.error() <= cases.TOLERANCE["float32"]
     assert cases.relative_error(case.tensors["gates_grad"], expected) <= cases.TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("channels", [2048, 2049])
+def test_columns_of_128_channels_have_a_gate_for_each_step(direction: str, channels: int) -> None:
+    """Binaries with code for one gate, too, are twice as large, and never the fastest."""
+    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
+    variant = next(
+        v
+        for v in kernel.every
+        if streams.is_wide(v)
+        and v.text("dtype") == "bfloat16"
+        and (v.text("access") == "misaligned") == bool(channels % 8)
+    )
+    case = f"8,4096,{channels}:bfloat16"
+    assert kernel.rules.accepts(variant, posed(case, direction)) is None
+    problem = posed(case, direction, gate_stride=0)
+    assert kernel.rules.accepts(variant, problem) is not None
+    if direction == "backward":
+        assert kernel.rules.accepts(variant, replace(problem, sums=True)) is not None
+    assert any(kernel.rules.accepts(v, problem) is None for v in kernel.variants)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
