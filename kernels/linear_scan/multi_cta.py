@@ -1,5 +1,5 @@
-"""Misaligned rows of 16-bit elements, in columns of 64 channels that several CTAs share (``multi_cta_column.cuh``): the tile, what
-takes it, and how it launches.
+"""Misaligned rows of 16-bit elements, in columns of 64 channels that several CTAs share (``multi_cta_column.cuh``): the tiles, what
+takes them, and how they launch.
 
 They are for few columns, of which each has as many CTAs as there is room for, up to ``ctas_per_column``. The rings for aligned rows
 are in ``rings.py``.
@@ -18,19 +18,20 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _SMS = 132
 #: The least CTAs of a column, and the least product of scans and CTAs of a column: below, tiles that look back are faster.
 _LEAST_CTAS, _LEAST_SCANS = 2, 4400
+#: The most CTAs of a column, by the tile. Columns that have no room for more than the first are 2 to 10% faster with that tile.
+_FEW_CTAS, _MANY_CTAS = 4, 8
 #: Steps below which no CTA has several tiles.
 _LEAST_TIME = 512
 _CHANNELS = 64
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
-    """The tile of this access, which archives of capability 9.0 hold and the JIT compiles for other GPUs."""
-    if ITEM_SIZE[dtype] == 2:
-        column = {"warps": 8, "lanes_across": 32, "vector": 2}
-        ring = {"steps": 16, "stages": 5, "ctas_per_column": 4, "aggregate_lead": 3}
-        if direction == "backward":
-            ring = {"steps": 12, "stages": 4, "ctas_per_column": 4, "aggregate_lead": 2}
-        yield from rings.resident(direction, dtype, {**column, **ring}, 1, MULTI_CTA)
+    """The tiles of this access, which archives of capability 9.0 hold and the JIT compiles for other GPUs."""
+    steps, stages, lead = (16, 5, 3) if direction == "forward" else (12, 4, 2)
+    column = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": steps, "stages": stages}
+    for ctas in (_FEW_CTAS, _MANY_CTAS) if ITEM_SIZE[dtype] == 2 else ():
+        shared_by = {"ctas_per_column": ctas, "aggregate_lead": lead}
+        yield from rings.resident(direction, dtype, column | shared_by, 1, MULTI_CTA)
 
 
 def sums(variant: Variant) -> bool:
@@ -64,14 +65,17 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     ctas = _ctas(variant, problem, _SMS)
     if ctas < _LEAST_CTAS:
         return f"{_columns(problem)} columns; a GPU has no room for several CTAs of each"
+    if ctas <= _FEW_CTAS < variant.number("ctas_per_column"):
+        return f"a GPU has room for {ctas} CTAs of each column; a tile for as few is faster"
     if problem.time < _LEAST_TIME or problem.batch * problem.channels * ctas < _LEAST_SCANS:
         return "tiles that look back are faster for so few scans or steps"
     return None
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """Below the costs of all other kernels: ``accepts`` leaves only problems for which this kernel is the fastest."""
-    return -2.0
+    """Below the costs of all other kernels: ``accepts`` leaves only problems for which this kernel is the fastest, the more CTAs
+    the faster."""
+    return -float(variant.number("ctas_per_column"))
 
 
 def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:

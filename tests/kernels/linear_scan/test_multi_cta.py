@@ -13,17 +13,19 @@ from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.space import MULTI_CTA, SCALAR
 
 #: (batch, channels, time): a column that is not full, one of a single channel more than a column has, and time steps that end within a
-#: tile; two and three CTAs for each column.
+#: tile; as many CTAs for each column as the tile is for, and fewer.
 SHAPES = ((1, 61, 1100), (1, 65, 700), (2, 37, 900), (1, 64, 517))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("direction", "dtype"), [*product(DIRECTIONS, ["bfloat16", "float16"])])
+@pytest.mark.parametrize(
+    ("direction", "dtype", "most"), [*product(DIRECTIONS, ["bfloat16", "float16"], [4, 8])]
+)
 def test_ctas_that_share_misaligned_columns(
-    direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str, dtype: str, most: int, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     """The results are right, and nothing beside them changes, wherever rows start in their 16 bytes."""
-    kernel, variant = only_kernel(direction, MULTI_CTA, dtype)
+    kernel, variant = only_kernel(direction, MULTI_CTA, dtype, ctas_per_column=most)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
 
@@ -33,9 +35,11 @@ def test_ctas_that_share_misaligned_columns(
     [
         ("8,4099,301:bfloat16", MULTI_CTA, 3),
         ("4,8192,999:float16", MULTI_CTA, 2),
-        ("1,1716,1193:bfloat16", MULTI_CTA, 4),
+        ("1,1716,1193:bfloat16", MULTI_CTA, 6),
+        ("2,35918,375:float16", MULTI_CTA, 8),
         ("8,4099,1001:bfloat16", "misaligned", None),
-        ("6,10000,130:bfloat16", SCALAR, None),
+        ("6,10000,130:bfloat16", MULTI_CTA, 7),
+        ("8,63747,49:bfloat16", SCALAR, None),
         ("4,8192,1000:float16", "aligned", None),
         ("4,400,999:float16", "misaligned", None),
     ],
@@ -46,14 +50,18 @@ def test_what_takes_few_columns_of_many_channels(
 ) -> None:
     """On a GPU of 132 SMs. Fewer SMs leave a column fewer CTAs, or have no room for two of each."""
     problem = posed(case, direction)
-    kernel, variant = only_kernel(direction, MULTI_CTA, problem.dtype)
+    few, many = (
+        only_kernel(direction, MULTI_CTA, problem.dtype, ctas_per_column=most) for most in (4, 8)
+    )
+    kernel, variant = few if ctas is None or ctas <= 4 else many
     assert kernel.tunable.shape is not None
     assert f"access={access}" in kernel.tunable.shape(problem).kind
+    takes = [v for _, v in (few, many) if kernel.rules.accepts(v, problem) is None]
     if ctas is None:
-        assert kernel.rules.accepts(variant, problem) is not None
+        assert not takes
         return
     columns = problem.batch * -(-problem.channels // 64)
-    assert kernel.rules.accepts(variant, problem) is None
+    assert min(takes, key=lambda v: kernel.cost(v, problem)) == variant
     assert kernel.launch(variant, problem, 132).grid == (columns * ctas, 1, 1)
     assert kernel.rules.exceeds_residency(variant, problem, 132) is None
     assert kernel.rules.exceeds_residency(variant, problem, 2 * columns - 1) is not None
