@@ -10,7 +10,7 @@
 // The launch says how many lanes share a row, and how many steps a lane has. A tile has a multiple of 8 rows, so it starts on a
 // 16-byte boundary, wherever its rows start. It is copied in and out as it lies in memory. A thread composes the affine maps of its
 // steps, the lanes of a row scan these maps by shuffles, and each thread computes its results, which take the place of inputs in
-// shared memory. No CTA waits for another.
+// shared memory. No CTA waits for another. A row may have one gate for all steps, whose gradient the lanes of the row add up.
 //
 // Traffic: 12 bytes per element in float32 and 6 in 16 bits forward, 20 and 10 backward.
 #pragma once
@@ -26,6 +26,8 @@ enum : int {
     ITEM = sizeof(Storage),
     AREA = THREADS * STEPS * ITEM,  // bytes of the tile of one tensor (short_rows.py)
     AT_ONCE = 4,                    // elements that are read before any is computed
+    SUM_STEPS = 64 * PIECE / ITEM,  // time steps for which there is room for a sum, and for how many more sums (problem.py)
+    MORE_SUMS = 6,
 };
 
 // The CTA's rows, and of one of them this thread's steps.
@@ -61,12 +63,23 @@ struct Tile {
 __device__ inline void copy_in(const Tile& tile, int input, const Storage* tensor) {
     const char* const from = tile.start(tensor);
     const int part = tile.bytes % PIECE, whole = tile.bytes - part;
-    // By a shuffle, so that no address of a copy has a part that the compiler knows to be uniform (elf.illegal_copies).
-    const u64 area = from_lane(reinterpret_cast<u64>(dynamic_shared() + input * AREA), threadIdx.x % 32);
-    char* const to = reinterpret_cast<char*>(area);
+    // By shuffles, so that no address of a copy has a part that the compiler knows to be uniform (elf.illegal_copies).
+    const auto place = [&](int at) {
+        return reinterpret_cast<char*>(from_lane(reinterpret_cast<u64>(dynamic_shared() + input * AREA + at), threadIdx.x % 32));
+    };
+    char *const to = place(0), *const end = place(whole);
 #pragma unroll 1
     for (int at = threadIdx.x * PIECE; at < whole; at += THREADS * PIECE) copy_async(to + at, from + at, true);
-    if (part && threadIdx.x == 0) copy_async_first(to + whole, from + whole, part, true);
+    if (part && threadIdx.x == 0) copy_async_first(end, from + whole, part, true);
+}
+// Of a row that has one gate, write it to each of this thread's steps, so that there is no further code for it.
+__device__ inline void fill_in(const Tile& tile, const Storage* gates, i64 channels, i64 by_batch, i64 by_channel) {
+    if (!tile.own) return;
+    const unsigned row = unsigned(tile.row()), batch = row / unsigned(channels);
+    const Storage gate = gates[batch * by_batch + (row - batch * unsigned(channels)) * by_channel];
+    char* cell = dynamic_shared() + tile.cell;
+#pragma unroll 1
+    for (int k = 0; k < tile.own; k++, cell += tile.apart) *reinterpret_cast<Storage*>(cell) = gate;
 }
 __device__ inline void copy_out(const Tile& tile, int input, const Storage* tensor) {
     char* const to = tile.start(tensor);

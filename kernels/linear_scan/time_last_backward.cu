@@ -10,27 +10,7 @@
 // time_stream.cuh (staged), short_rows.cuh (short rows without gaps) and time_last.cuh (held in registers).
 #include "../common/compiler.cuh"
 #if SHORT_ROWS
-#include "short_rows.cuh"
-
-// The gradients of a thread's steps, which take the place of gates and of states_grad in shared memory.
-struct Finishing {
-    const Tile& tile;
-    const State initial;
-    State h;
-
-    template <int N>
-    __device__ void steps(char* cell, int left) {
-        const Inputs<N> in(cell, tile.apart);
-        State earlier[N];  // of the row's last step in the order of the scan it is not among the states
-#pragma unroll
-        for (int k = 0; k < N; k++) earlier[k] = element(cell + (k + 1) * tile.apart + 2 * AREA);
-#pragma unroll
-        for (int k = 0; k < N; k++) {
-            const auto to = BackwardStep::gradients(in.first[k], in.second[k], chosen(left == k + 1, initial, earlier[k]), h);
-            put(cell + k * tile.apart, to.gate), put(cell + k * tile.apart + AREA, to.token), h = to.earlier;
-        }
-    }
-};
+#include "short_rows_backward.cuh"
 #elif STAGES
 #include "time_stream.cuh"
 
@@ -388,9 +368,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
 #endif
 #if SHORT_ROWS
     const Tile tile(batch * channels, time, !(flags & 1), flags);
-    copy_in(tile, 0, gates);
     copy_in(tile, 1, states_grad);
     if (gates_grad) copy_in(tile, 2, states);
+    if (gates_time == 0 && time > 1) fill_in(tile, gates, channels, gates_batch, gates_channel);
+    else copy_in(tile, 0, gates);
     const i64 own_state = tile.row() * state_channel;
     const auto state = [&](const State* of) { return tile.own && of ? of[own_state] : State(0); };
     const State entering = state(final_state_grad), initial = state(initial_state);
@@ -398,8 +379,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     Finishing pass{tile, initial, enter_steps<BackwardStep>(tile, entering)};
     for_own(tile, pass);
     if (initial_state_grad && tile.ends()) initial_state_grad[own_state] = pass.h;
+    if (flags & 2) add_up(tile, pass.sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
     __syncthreads();
-    if (gates_grad) copy_out(tile, 0, gates_grad);
+    if (gates_grad && !(flags & 2)) copy_out(tile, 0, gates_grad);
     if (tokens_grad) copy_out(tile, 1, tokens_grad);
 #elif STAGES
     State* const sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;

@@ -276,8 +276,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
 #endif
 #if SHORT_ROWS
     const Tile tile(batch * channels, time, flags & 1, flags);
-    copy_in(tile, 0, gates);
     copy_in(tile, 1, tokens);
+    if (gates_time == 0 && time > 1) fill_in(tile, gates, channels, gates_batch, gates_channel);
+    else copy_in(tile, 0, gates);
     const i64 own_state = tile.row() * state_channel;
     const State initial = tile.own && initial_state ? initial_state[own_state] : State(0);
     await_copies();

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from contiguous_channels import DIRECTIONS, keeps_to_its_memory
 
 from scan_registry.kernels.linear_scan import cases, short_rows
@@ -22,6 +23,11 @@ SHAPES = (
     (17000, 1, 13),
 )
 DTYPES = ("bfloat16", "float16", "float32")
+ONE_GATE = (
+    cases.Setting(states=True, broadcast=("time",)),
+    cases.Setting(reverse=True, broadcast=("batch", "time")),
+    cases.Setting(states=True, reverse=True, broadcast=("batch", "channel", "time")),
+)
 
 
 def first_variant(direction: str, dtype: str) -> tuple[Kernel, Variant]:
@@ -39,6 +45,27 @@ def test_short_rows(direction: str, dtype: str, cuda_emulator: ModuleType, tmp_p
     for shape in SHAPES:
         assert kernel.rules.accepts(variant, posed(shape, dtype, direction)) is None, shape
     keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("direction", "dtype"), [*product(DIRECTIONS, DTYPES)])
+def test_short_rows_with_one_gate(
+    direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """For each row, or for all; its gradient is summed over time, or not computed. Sums are also of aligned rows."""
+    torch.manual_seed(0)
+    kernel, variant = first_variant(direction, dtype)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    shapes = ((300, 1, 3), (7, 41, 21), (2, 11, 333), (1, 1, 35), (5, 3, 48))
+    for seed, (shape, setting) in enumerate(product(shapes, ONE_GATE)):
+        trial = cases.draw(shape, setting, dtype, "cpu")
+        for sums in (True, False) if direction == "backward" else (False,):
+            case = trial.case(kernel.name, aligned=True, sums=sums)
+            takes = kernel.rules.accepts(variant, case.problem) is None
+            assert takes == (sums or shape[2] % 16 != 0), (shape, sums)
+            if takes:
+                library.run(case.problem, case.tensors, seed)
+                assert case.error() <= cases.TOLERANCE[dtype], (shape, setting, sums)
 
 
 def posed(
