@@ -22,9 +22,9 @@ _STEPS_AND_BLOCKS: dict[tuple[int, Direction], tuple[tuple[int, int], ...]] = {
     (4, "forward"): ((20, 5),),
     (4, "backward"): ((20, 3),),
 }
-#: The most steps of aligned rows, of which the gradient of gates is summed: 1024 of 16-bit elements take a quarter longer than with
-#: variants for aligned rows.
-_SUMMED_TIME = 640
+#: The most steps of aligned rows of which the gradient of gates is summed, by the bytes of an element. Of longer ones of 16-bit
+#: elements, variants for aligned rows are faster.
+_SUMMED_TIME = {2: 512, 4: 640}
 #: Numbers of lanes that may share a row, steps of a lane above which more lanes share it, and threads of a launch below which more
 #: do unless they have few steps: as many as an H100 or H200 has with a CTA on each SM.
 _LANES, _MANY_STEPS, _THREADS, _FEW_STEPS = (1, 2, 4, 8, 16, 32), 20, 132 * 256, 5
@@ -64,13 +64,20 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why it does not solve a problem, or is not the fastest for it."""
     if problem.time > times(variant):
         return f"{problem.time} steps; it takes {times(variant)}"
-    # No variant for aligned rows that sums the gradient of a row's gate is fast where rows are short.
-    sums = problem.sums and problem.time <= _SUMMED_TIME
-    if problem.alignment < _PIECE or (problem.whole_chunks(problem.chunk()) and not sums):
+    aligned = problem.whole_chunks(problem.chunk()) and not _is_faster_for_aligned(problem)
+    if problem.alignment < _PIECE or aligned:
         return "rows are aligned, or tensors start off a 16-byte boundary"
     if problem.batch * problem.channels > _MOST_ROWS or not _follow(problem):
         return "rows do not follow one another without gaps"
     return None
+
+
+def _is_faster_for_aligned(problem: LinearScanProblem) -> bool:
+    """Whether rows have one gate, and no variant for aligned rows is fast: backward none that sums the gate's gradient where rows are
+    short, and forward none if the gates of rows do not follow one another."""
+    if problem.direction == "backward":
+        return problem.sums and problem.time <= _SUMMED_TIME[ITEM_SIZE[problem.dtype]]
+    return problem.has_one_gate() and not problem.folds()
 
 
 def _follow(problem: LinearScanProblem) -> bool:

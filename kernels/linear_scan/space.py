@@ -150,11 +150,13 @@ def tunable(
 ) -> Tunable:
     """What a kernel of scans says of its tuning. ``tile`` is how many time steps a tile covers, and ``packs`` whether
     there are ``varlen`` variants for a problem."""
-    closer = tuple(
+    variants = (
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
         if ("access", "generic") not in statics
     )
+    # Short rows come first: of aligned rows they are those that are faster so.
+    closer = sorted(variants, key=lambda variant: variant.text("access") != SHORT)
 
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)
