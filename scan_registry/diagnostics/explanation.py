@@ -20,7 +20,6 @@ from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
 from scan_registry.dispatch.fit import Tier, dotted
-from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
@@ -261,7 +260,7 @@ def decided(
         if fused is not None:
             one = [(fused, call.alternatives(backend)[0][1])]
             both = select_first(there, of, one, min(lowest, Tier.PTX))
-            if both.launch() and not faster_apart(both, decision):
+            if both.launch():
                 return Explanation(name, there.device, (*steps, Step(step, (), both)), problem)
         stand_in = operator.stand_in(call)
         if stand_in is None or backend != "triton":

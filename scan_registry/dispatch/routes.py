@@ -1,5 +1,4 @@
-"""Whether a problem is solved as it is posed, or on copies of its tensors: see ``Family.routes``; and whether one kernel does
-the work of two.
+"""Whether a problem is solved as it is posed, or on copies of its tensors: see ``Family.routes``.
 
 Pure, as selection is. Dispatch and ``explain`` alike read the :class:`Decision`, whose route says which way was taken.
 """
@@ -17,8 +16,6 @@ from scan_registry.kernels.tuning import Model
 
 #: How many times as fast as the problem's own kernel a route has to be by the estimates, which are rough.
 FASTER = 1.5
-#: Two kernels take at most so many times as long as the first of them, as the second moves no more bytes.
-_BOTH = 2
 
 
 def select_route(
@@ -47,19 +44,6 @@ def select_route(
         if ms is not None and ms < least:
             best, least = replace(decision, route=route), ms
     return best
-
-
-def faster_apart(fused: Decision, first: Decision) -> bool:
-    """Whether two kernels are estimated to be much faster than one of no better tier that does the work of both: ``first`` is
-    for the first of them alone. So it is where the one passes serially over what the two cut into pieces."""
-    if not (fused.launches and first.launches) or first.taken().tier > fused.taken().tier:
-        return False
-    model = _model(fused)
-    if model is None:
-        return False
-    one = _estimate(fused, fused.route, model)
-    two = _estimate(first, first.route, _model(first) or _of_gpu(model))
-    return one is not None and two is not None and one > FASTER * _BOTH * two
 
 
 def _model(decision: Decision) -> Model | None:

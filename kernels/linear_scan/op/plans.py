@@ -15,7 +15,6 @@ from torch import Tensor
 
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.routes import faster_apart
 from scan_registry.dispatch.select import Decision, NoKernelError
 from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.linear_scan import reference
@@ -38,7 +37,7 @@ from scan_registry.ops.call import launch_from_c
 from scan_registry.ops.checks import common_shape
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.strides import as_new
-from scan_registry.runtime.loader import decide, prepare, run_reference
+from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
@@ -401,15 +400,9 @@ def plan_backward(
 
 def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | None:
     """How the backward kernel itself sums up the gradient of gates that do not change with time; None
-    if no kernel that is there already does, or if a reduction after it is much faster."""
+    if no kernel that is there already does."""
     problem = call.fused()
     if problem is None or device.type == "cpu":
-        return None
-    lowest = policy.lowest()
-    fused = decide(device.index, FAMILY, problem, backend, min(Tier.PTX, lowest))
-    if fused.launches and faster_apart(
-        fused, decide(device.index, FAMILY, call.problem, backend, lowest, routed=True)
-    ):
         return None
     try:
         run = runner(problem, device, backend, Tier.PTX)
