@@ -253,15 +253,21 @@ def decided(
     steps: list[Step] = []
     operator = operators()[name]
     problem = next((call.alternatives(backend)[0][0] for call in calls.values()), None)
+    is_fused = False
     for step, call in calls.items():
+        if call.after_fused not in (None, is_fused):
+            continue
         of = family(operator.family_of(call))
-        decision = select_first(there, of, call.alternatives(backend), lowest)
-        fused = call.fused() if "reduction" in calls and there.device else None
-        if fused is not None:
-            one = [(fused, call.alternatives(backend)[0][1])]
-            both = select_first(there, of, one, min(lowest, Tier.PTX))
-            if both.launch():
-                return Explanation(name, there.device, (*steps, Step(step, (), both)), problem)
+        posed, fused = call.alternatives(backend), call.fused() if there.device else None
+        ready = posed if call.after_fused else ((fused, posed[0][1]),) if fused is not None else ()
+        if ready:  # for kernels that need not be compiled; after a fused one, torch does the rest where there is none
+            decision = select_first(there, of, ready, min(lowest, Tier.PTX))
+            if decision.launches:
+                is_fused = True
+                steps.append(Step(step, (), decision))
+            if decision.launches or call.after_fused:
+                continue
+        decision = select_first(there, of, posed, lowest)
         stand_in = operator.stand_in(call)
         if stand_in is None or backend != "triton":
             steps.append(_step(step, call, decision))

@@ -81,8 +81,12 @@ class KernelCall(Protocol):
 
     def alternatives(self, backend: Any) -> tuple[tuple[Problem, Backend], ...]: ...
 
+    @property
+    def after_fused(self) -> bool | None:
+        """Whether it follows a kernel that solves ``fused`` alone, or one that does not; None if it does in either case."""
+
     def fused(self) -> Any:
-        """The problem of a kernel that does what the next one does, too; None if there can be none."""
+        """The problem of a kernel that does what a later one does, too; None if there can be none."""
 
 
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
@@ -96,6 +100,11 @@ class SingleCall(Generic[AnyProblem]):
 
     problem: AnyProblem
     copied: tuple[str, ...] = ()
+
+    @property
+    def after_fused(self) -> bool | None:
+        """Parts of most families follow any kernel."""
+        return None
 
     def alternatives(self, backend: Backend) -> tuple[tuple[AnyProblem, Backend], ...]:
         """The problem alone."""

@@ -59,7 +59,8 @@ def make_kernel_call(
         kept = kept[1:]  # new memory, or read by themselves
     problem = _problem(direction, arranged, model, gates.dtype, kept, sequences, reverse)
     names = tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
-    return KernelCall(problem, names, gates_shape)
+    is_broadcast = tuple(gates.shape) != tuple(model.shape)
+    return KernelCall(problem, names, gates_shape=gates_shape, is_broadcast=is_broadcast)
 
 
 def make_summary_call(
@@ -85,7 +86,7 @@ def make_reduction_call(
         return None
     arranged = _with_full_tiles(arranged)
     problem = _problem("reduction", arranged, states, gates.dtype, [states], sequences, reverse)
-    return KernelCall(problem, ())
+    return KernelCall(problem)
 
 
 def shape_for_channels(gates: TensorFacts, model: TensorFacts, dim: int) -> tuple[int, ...] | None:

@@ -13,7 +13,13 @@ from scan_registry.base.environment import flag
 from scan_registry.dispatch.select import BACKENDS, Backend
 from scan_registry.kernels.linear_scan.op.arguments import Options, normalised
 from scan_registry.kernels.linear_scan.op.autograd import fast_scan, scan
-from scan_registry.kernels.linear_scan.op.problems import make_kernel_call, make_reduction_call
+from scan_registry.kernels.linear_scan.op.layout import TotalCall
+from scan_registry.kernels.linear_scan.op.problems import (
+    StateLayout,
+    make_kernel_call,
+    make_reduction_call,
+)
+from scan_registry.kernels.linear_scan.op.totals import total_problems
 from scan_registry.ops import operator
 from scan_registry.ops.operator import describes
 from scan_registry.ops.sharded import call_sharded
@@ -173,13 +179,20 @@ def describe(call: Any) -> Mapping[str, operator.KernelCall]:
 
         gates, tokens, cu_seqlens, options = resets.stretches(tokens, options)
     how = cu_seqlens, options.dim, options.reverse
-    calls = {"forward": make_kernel_call("forward", gates, {"tokens": tokens}, *how)}
+    forward = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
+    calls: dict[str, operator.KernelCall] = {"forward": forward}
     if any(wanted):
         states = torch.empty_like(tokens, device="meta")
         both = {"states": states, "states_grad": states}
-        calls["backward"] = make_kernel_call("backward", gates, both, *how)
+        backward = calls["backward"] = make_kernel_call("backward", gates, both, *how)
         if wanted[0] and gates.shape != tokens.shape:
             reduction = make_reduction_call(gates, states, *how)
             if reduction is not None:
                 calls["reduction"] = reduction
+            layout = StateLayout.of(states, options.dim, cu_seqlens)
+            pieces = backward.problem.sum_pieces()
+            problems = total_problems(gates, layout, pieces, options.dim)
+            for number, problem in enumerate(problems, 1):
+                step = "gates_sum" if number == len(problems) else "gates_sum of parts"
+                calls[step] = TotalCall(problem)
     return calls

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 
 from scan_registry.base.frozen import dataclass
+from scan_registry.kernels.linear_scan.gates_sum import GatesSumProblem
 from scan_registry.kernels.linear_scan.problem import Layout, LinearScanProblem, Strides
 from scan_registry.ops.operator import SingleCall
 
@@ -34,17 +35,34 @@ class Arrangement:
 class KernelCall(SingleCall[LinearScanProblem]):
     """One kernel's part in an operator's call: its problem, and the names of the inputs that are copied first.
 
-    gates_shape  the shape in which gates are written out before the launch, by ``calls.shape_for_channels``; or None
+    gates_shape   the shape in which gates are written out before the launch, by ``calls.shape_for_channels``; or None
+    is_broadcast  whether gates have another shape than the states, and so their gradient, too
     """
 
     gates_shape: tuple[int, ...] | None = None
+    is_broadcast: bool = False
+
+    @property
+    def after_fused(self) -> bool | None:
+        """A kernel that sums up gates' gradient leaves nothing for a reduction to read."""
+        return False if self.problem.direction == "reduction" else None
 
     def fused(self) -> LinearScanProblem | None:
         """The problem of a backward kernel that also sums up the gradient of gates that do not change with
         time; None if there can be none. It is for kernels that need not be compiled first."""
-        if self.copied or self.problem.direction != "backward" or not self.problem.has_one_gate():
+        problem = self.problem
+        if self.copied or not self.is_broadcast or problem.direction != "backward":
             return None
-        return replace(self.problem, sums=True)
+        return replace(problem, sums=True) if problem.has_one_gate() else None
+
+
+class TotalCall(SingleCall[GatesSumProblem]):
+    """The total of the sums that a backward kernel leaves of gates' gradient, or of a part of them."""
+
+    @property
+    def after_fused(self) -> bool:
+        """No other kernel leaves sums."""
+        return True
 
 
 @dataclass(frozen=True)

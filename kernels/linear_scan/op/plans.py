@@ -342,7 +342,7 @@ def plan_backward(
     call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse)
     # Whether or not the gates' gradient is wanted, so that the others are the same to the bit.
     broadcast = gates.shape != model.shape
-    summing = _plan_sums(call, device, options.backend) if broadcast else None
+    summing = _plan_sums(call, device, options.backend)
     run = summing or runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run

@@ -17,6 +17,19 @@ from scan_registry.kernels.linear_scan.op.problems import StateLayout
 _MANY_SUMS = 2**18
 
 
+def total_problems(
+    gates: Tensor, layout: StateLayout, pieces: int, dim: int
+) -> tuple[GatesSumProblem, ...]:
+    """Those that kernels solve one after the other, of ``pieces`` sums for each state, as ``layout.sums`` makes room for them, and
+    gates like ``gates``; empty if the dimensions do not fold."""
+    sums = layout.each_sum(torch.empty((pieces, math.prod(layout.shape)), device="meta"))
+    if not layout.packed:
+        sums = sums.unsqueeze(dim if dim < 0 else dim + 1)
+    dtype, of_gates = (str(of).removeprefix("torch.") for of in (layout.dtype, gates.dtype))
+    problem = problem_of(sums.shape, sums.stride(), gates.shape, dtype, of_gates)
+    return () if problem is None else problem.cut()
+
+
 def plan_total(
     gates: Tensor,
     layout: StateLayout,
@@ -24,26 +37,21 @@ def plan_total(
     dim: int,
     runner: Callable[[GatesSumProblem], Any] | None,
 ) -> Callable[[Tensor], Tensor]:
-    """A function of ``pieces`` sums for each state, as ``layout.sums`` makes room for them, that returns the gradient of gates like
-    ``gates``. Kernels that ``runner`` prepares compute it, or torch where there are none."""
-    sums = layout.each_sum(torch.empty((pieces, math.prod(layout.shape)), device="meta"))
-    if not layout.packed:
-        sums = sums.unsqueeze(dim if dim < 0 else dim + 1)
-    dtype, of_gates = (str(of).removeprefix("torch.") for of in (layout.dtype, gates.dtype))
-    problem = problem_of(sums.shape, sums.stride(), gates.shape, dtype, of_gates)
+    """A function of the sums of ``total_problems`` that returns the gradient of gates like ``gates``. Kernels that ``runner``
+    prepares compute it, or torch where there are none."""
     shape, narrow = gates.shape, gates.dtype
 
     def by_torch(sums: Tensor) -> Tensor:
         return _sum_to(shape, layout.each_sum(sums), dim, layout.packed).to(narrow)
 
-    if problem is None or runner is None:
+    problems = () if runner is None else total_problems(gates, layout, pieces, dim)
+    if runner is None or not problems:
         return by_torch
-    problems = problem.cut()
     try:
         runs = [runner(of) for of in problems]
     except NoKernelError:
         return by_torch
-    totals = problem.totals
+    totals = problems[0].totals
 
     def by_kernels(sums: Tensor) -> Tensor:
         for of, run in zip(problems[:-1], runs[:-1], strict=True):

@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from explaining import Describe, Make
 from planning import forget_plans
+from selecting import in_memory
 from torch import Tensor
 
 from scan_registry import linear_scan
+from scan_registry.diagnostics.explanation import explain_for
+from scan_registry.dispatch.select import System
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.op import plans, totals
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops.launching import PlanCache
 
 Tensors = Mapping[str, Tensor | None]
 BOUNDS = (0, 0, 4, 9, 9, 13)
+SM90 = Target.parse("sm90")
 
 
 class Summing:
@@ -131,3 +138,24 @@ def test_gates_that_change_with_time_are_not_summed(
     linear_scan(leaf, torch.randn(3, 13, 8), dim=1).sum().backward()
     assert leaf.grad is not None
     assert summing.launches == 0
+
+
+def test_the_total_of_sums_is_explained(a_device: Describe, a_binary: Make) -> None:
+    """Where a backward kernel sums, its sums are added up next; else a reduction follows it."""
+    every = [variant for kernel in FAMILY.kernels for variant in kernel.held("float32", SM90)]
+    summed = [v for v in every if v.kernel != "channel_last_reduction"]
+    tokens = torch.empty(40000, 2000, 4, dtype=torch.float32, device="meta", requires_grad=True)
+    for held, gates, steps in (
+        (every, (4,), ["forward", "backward", "gates_sum of parts", "gates_sum"]),
+        (every, (2000, 4), ["forward", "backward", "reduction"]),
+        (summed, (40000, 1, 4), ["forward", "backward", "gates_sum"]),
+    ):
+        archive = in_memory("sm90", [a_binary(variant, "sm90")[0] for variant in held])
+        there = System(a_device(sm_count=132), (archive,))
+        decay = torch.empty(gates, dtype=torch.float32, device="meta", requires_grad=True)
+        explained = explain_for(there, "linear_scan", decay, tokens, dim=1)
+        assert [step.name for step in explained.steps] == steps
+        assert all(step.decision.launches for step in explained.steps)
+    constant = decay.detach()  # without its gradient, the same kernel runs
+    names = [step.name for step in explain_for(there, "linear_scan", constant, tokens, dim=1).steps]
+    assert names == ["forward", "backward"]
