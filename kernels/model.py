@@ -385,19 +385,16 @@ class Route:
     """Another way to pose a problem: tensors are copied into another layout, a kernel solves the problem of the
     copies, and its results are copied back.
 
-    name      such as ``padded``
+    name      such as ``rows``
     problem   of the copies
     inputs    and ``outputs``: pointers whose tensors are copied before the kernel, and back after it
-    launches  of kernels that copy, at most
-    elements  and ``bytes`` of the copies, at most
+    bytes     of the copies, at most
     """
 
     name: str
     problem: Any
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    launches: int
-    elements: int
     bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -415,9 +412,7 @@ class Family:
     by_torch   the dtypes that plain torch computes on the CPU all the same
     stand_in   what a call runs on a GPU that no kernel fits
     languages  problem, the target of a GPU's capability -> languages in order of preference on one tier
-    routes     problem -> other ways to pose it, which may be faster
-    estimate   coefficients of the timing model, a kernel, what a variant prints as, the problem that it is to solve, the
-               route if that is one's, SMs of the GPU -> milliseconds, copies included; None where nothing is known
+    route      problem, the target of a GPU's capability -> a faster way to pose it; None where there is none
     """
 
     name: str
@@ -429,10 +424,7 @@ class Family:
     by_torch: tuple[str, ...] = ()
     stand_in: str = PLAIN_TORCH
     languages: Callable[[Any, Target], tuple[Language, ...]] = lambda problem, target: LANGUAGES
-    routes: Callable[[Any], tuple[Route, ...]] = lambda problem: ()
-    estimate: Callable[[Model, Kernel, str, Any, Route | None, int], float | None] = (
-        lambda model, kernel, text, problem, route, count: None
-    )
+    route: Callable[[Any, Target], Route | None] = lambda problem, target: None
 
     def compiled_for_cpu(self, dtype: str) -> bool:
         """Whether this package's compiled code computes the dtype on the CPU, and not plain torch."""

@@ -22,7 +22,6 @@ from scan_registry.kernels.linear_scan import (
     gates_sum,
     multi_cta,
     narrow,
-    packed,
     registers,
     rings,
     routes,
@@ -441,7 +440,6 @@ FAMILY = Family(
         gates_sum.SAMPLE,
     ),
     on_cpu=True,
-    languages=packed.languages,
-    routes=routes.routes,
-    estimate=routes.estimate,
+    languages=routes.languages,
+    route=routes.route,
 )

@@ -11,7 +11,7 @@ from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.device import Device
 from scan_registry.kernels.model import Kernel, Problem
-from scan_registry.kernels.tuning import Model, Row, Shape, Tuning, arch_distance
+from scan_registry.kernels.tuning import Row, Shape, Tuning, arch_distance
 
 #: What decides: a row's times; those, scaled to the problem; or the timing model alone.
 Rule = Literal["row", "scaled_row", "timing_model"]
@@ -138,22 +138,6 @@ def nearest_row(
         return arch_distance(match.tuning, device.capability), match.distance, general
 
     return min(matches, key=preference, default=None)
-
-
-def timing_model(
-    device: Device, archives: Iterable[Archive], spec: bool, kernel: Kernel
-) -> Model | None:
-    """The timing model of a kernel for GPUs of the device's architecture; None if there is none. ``archives`` and ``spec``
-    are as for ``nearest_row``."""
-    if kernel.tunable.shape is None:
-        return None
-    fitting = [
-        tuning
-        for tuning, _ in _tunings(None, archives, spec, kernel)
-        if tuning.model and tuning.capability == device.capability and tuning.serves(device.name)
-    ]
-    best = min(fitting, key=lambda tuning: not tuning.exclusive, default=None)
-    return None if best is None else best.model
 
 
 def _tunings(

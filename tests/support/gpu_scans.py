@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda"
-#: Scans that compute on copies of their tensors, on a GPU that a timing model is for: see ``Case.parse``.
+#: Scans that compute on copies of their tensors, on a GPU of compute capability 9.0: see ``Case.parse``.
 ROUTED = (
     *(
         f"channel_last:{shape}:{dtype}:sequences=30"

@@ -88,8 +88,8 @@ def linear_scan(
         initial_state: x[-1], or with ``reverse`` x[T]: broadcasts to the state's shape; zero if None.
         dim: the time dimension. It decides which kernel runs only through its stride: where time has
             stride 1, or another dimension has (as for a (B, T, D) tensor with ``dim=1``), the same one
-            in both tensors, nothing is copied, but for few layouts without a fast kernel, where that is
-            estimated to be much faster. Otherwise one of them is copied first. ``explain`` tells of copies.
+            in both tensors, nothing is copied, but for few long columns that no fast kernel takes as
+            they lie. Otherwise one of them is copied first. ``explain`` tells of copies.
         reverse: compute x[t] = gates[t] * x[t+1] + tokens[t] instead.
         cu_seqlens: (sequences + 1,), int32 or int64, on the device of ``tokens``: where sequences that
             are packed along ``dim`` begin, and where the last one ends: 0, …, T. Each starts from its

@@ -1,6 +1,6 @@
 """``linear_scan`` on a GPU where it computes with copies of its tensors, or with Triton for packed rows, against float64.
 
-What is taken, and why, is tested without a GPU in test_linear_scan_routes.py.
+What is taken, and why, is tested without a GPU in test_routes.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ PACKED = (
     "time_last:1,6,41508:float16:sequences=61",
     "time_last:1,3,50001:float32:sequences=40",
     "channel_last:1,9,40001:bfloat16:sequences=100",
+    "channel_last:2,301,2001:float16:sequences=40",
+    "channel_last:1,33,5000:float32:gates=channel:sequences=90",
     "time_last:1,8,30001:bfloat16:sequences=1",
 )
 
 
 def runs(case):
-    """Whether there is a timing model for this GPU, without which nothing is copied."""
+    """Whether this is a GPU for which copies were timed: on others, nothing is copied."""
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the timing model is for compute capability 9.0")
+        pytest.skip("copies were timed on compute capability 9.0")
     return case
 
 
