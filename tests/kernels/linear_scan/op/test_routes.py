@@ -175,7 +175,7 @@ def test_problems_without_a_route() -> None:
         ),  # its copies would take too much memory
         posed("channel_last:9,63,65536:float32:sequences=8"),
         posed("channel_last:1,7,65536:float64:sequences=4"),
-        posed("channel_last:1,63,65536:float32:sequences=64"),
+        posed("channel_last:1,63,65536:float32:sequences=66"),
     ):
         assert FAMILY.route(other, SM90) is None
     assert FAMILY.route(slow, Target.parse("sm100")) is None  # nobody has timed copies there
