@@ -274,6 +274,7 @@ class Kernel:
     launch      variant, problem, SMs of the GPU -> grid, scalars, workspace
     cost        variant, problem -> smaller is better, among variants that accept
     tunable     the variants that tuning may choose from, and what it has found
+    not_on_cpu  why nothing does on the CPU what it does; None if something does
     """
 
     family: str
@@ -286,6 +287,7 @@ class Kernel:
     launch: Callable[[Variant, Any, int], Launch]
     cost: Callable[[Variant, Any], float] = lambda variant, problem: 0.0
     tunable: Tunable = Tunable()
+    not_on_cpu: str | None = None
 
     @property
     def head(self) -> str:

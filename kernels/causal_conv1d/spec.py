@@ -199,6 +199,7 @@ _REDUCTION = model.Kernel(
     rules=model.Rules(lambda variant, problem: None),
     cost=lambda variant, problem: 0.0,
     launch=_reduction_launch,
+    not_on_cpu="on the CPU no kernel of its own adds up sums",
 )
 
 

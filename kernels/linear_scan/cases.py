@@ -178,9 +178,7 @@ class Trial(cases.RandomTrial[Setting]):
     def case(self, kernel: str, *, aligned: bool, sums: bool = False) -> Case:
         """The launch of ``kernel`` that computes this, in memory laid out as it wants. A backward
         kernel gives gates that are broadcast no gradient, or ``sums`` over time of one for each state;
-        a reduction does. ``NotImplementedError`` for a kernel that computes nothing of a trial by itself."""
-        if kernel == gates_sum.NAME:
-            raise NotImplementedError("on the CPU no kernel of its own adds up sums")
+        a reduction does."""
         layout, direction = _KERNELS[kernel]
         if direction == "summary" and "final_gate" not in self.expected:
             return self._summarized().case(kernel, aligned=aligned)

@@ -177,4 +177,5 @@ KERNEL = Kernel(
     ),
     rules=Rules(_rejects),
     launch=_launch,
+    not_on_cpu="on the CPU no kernel of its own adds up sums",
 )

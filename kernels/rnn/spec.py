@@ -125,6 +125,7 @@ def _step_kernel(direction: problems.Direction) -> model.Kernel:
         ),
         rules=model.Rules(_step_accepts),
         launch=launch,
+        not_on_cpu="on the CPU no call is made of single steps",
     )
 
 

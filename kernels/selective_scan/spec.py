@@ -340,6 +340,7 @@ def _kernel(direction: problems.Direction) -> model.Kernel:
         rules=model.Rules(_accepts, kind_mismatch=_kind_mismatch, serves=_serves),
         cost=_COST[direction],
         launch=_launch,
+        not_on_cpu="on the CPU no sequence is cut into parts" if direction == "adjoint" else None,
     )
 
 

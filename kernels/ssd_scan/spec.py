@@ -308,6 +308,9 @@ def _kernel(direction: Direction) -> Kernel:
         rules=Rules(_accepts, kind_mismatch=_kind_mismatch, serves=partial(_serves, direction)),
         cost=_cost,
         launch=_launch,
+        not_on_cpu=None
+        if direction in ("forward", "backward")
+        else "on the CPU no kernel hands states of chunks on to another",
     )
 
 

@@ -264,7 +264,8 @@ def _on_cpu(
     if operator is None:
         skipped[family.name] = "no function calls it; its kernels are for GPUs"
         return
-    cases = cases_of(family.name)
+    cases, why_not = cases_of(family.name), {k.name: k.not_on_cpu for k in family.kernels}
+    skipped |= {f"{family.name}.{name}": reason for name, reason in why_not.items() if reason}
     for dtype, tolerance in cases.TOLERANCE.items():
         if only not in (None, dtype):
             skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"
@@ -277,16 +278,10 @@ def _on_cpu(
         shapes = tuple(s for s in shapes if (s if isinstance(s, int) else prod(s)) <= _MOST_ON_CPU)
         with _one_thread() as all_threads:
             for trial in cases.trials(dtype, shapes, CPU):
-                for kernel in dict.fromkeys(kernel.name for kernel in family.kernels):
-                    if f"{family.name}.{kernel}" in skipped:
-                        continue
-                    try:
-                        case = trial.case(kernel, aligned=False)
-                        with all_threads():
-                            operator.run_on_cpu(case.problem, case.tensors)
-                    except NotImplementedError as error:
-                        skipped[f"{family.name}.{kernel}"] = str(error)
-                        continue
+                for kernel in (name for name, reason in why_not.items() if reason is None):
+                    case = trial.case(kernel, aligned=False)
+                    with all_threads():
+                        operator.run_on_cpu(case.problem, case.tensors)
                     errors.setdefault(kernel, []).append(case.error())
         for kernel, kernel_errors in errors.items():
             yield Result(

@@ -89,30 +89,32 @@ class KernelCall(Protocol):
         """The problem of a kernel that does what a later one does, too; None if there can be none."""
 
 
+class Unfused:
+    """What parts in calls have in common in families in which no kernel does what another one does, too."""
+
+    @property
+    def after_fused(self) -> bool | None:
+        return None
+
+    def fused(self) -> Any:
+        return None
+
+
 AnyProblem = TypeVar("AnyProblem", bound=Problem)
 #: By what each is called.
 Calls = TypeVar("Calls", bound=Mapping[str, KernelCall])
 
 
 @dataclass(frozen=True)
-class SingleCall(Generic[AnyProblem]):
+class SingleCall(Unfused, Generic[AnyProblem]):
     """A part in a call that poses one problem, and the names of the inputs that are copied first."""
 
     problem: AnyProblem
     copied: tuple[str, ...] = ()
 
-    @property
-    def after_fused(self) -> bool | None:
-        """Parts of most families follow any kernel."""
-        return None
-
     def alternatives(self, backend: Backend) -> tuple[tuple[AnyProblem, Backend], ...]:
         """The problem alone."""
         return ((self.problem, backend),)
-
-    def fused(self) -> AnyProblem | None:
-        """No kernel of most families does what another one does, too."""
-        return None
 
 
 def describes(
@@ -215,10 +217,8 @@ class Operator(Protocol):
         """The call that ``explain``'s options describe; ``ValueError`` if they cannot be meant."""
 
     def run_on_cpu(self, problem: Any, tensors: Mapping[str, Tensor | None]) -> None:
-        """Do on the CPU what a kernel does, on its tensors and by what runs in a call there;
-        ``NotImplementedError`` says why nothing does."""
-        missing = "its operator does not say what runs on the CPU"
-        raise NotImplementedError(missing)
+        """Do on the CPU what a kernel does, on its tensors and by what runs in a call there, unless the kernel says why nothing
+        does: see ``Kernel.not_on_cpu``."""
 
     def posed(self, case: Any, direction: str) -> tuple[Problem, ...]:
         """The problems of kernels that one pass of a case may pose, the one to prefer first. A kernel is tuned

@@ -19,7 +19,7 @@ from scan_registry.kernels.causal_conv1d.op.arguments import (
     UpdateArguments,
     UpdateOptions,
 )
-from scan_registry.kernels.causal_conv1d.problem import ConvProblem, ReductionProblem, UpdateProblem
+from scan_registry.kernels.causal_conv1d.problem import ConvProblem, UpdateProblem
 from scan_registry.kernels.causal_conv1d.reference import UpdateRows
 from scan_registry.ops import _cpu
 from scan_registry.ops.launching import pointers_of
@@ -125,12 +125,8 @@ def update(arguments: UpdateArguments, options: UpdateOptions) -> Tensor:
     return y
 
 
-def run(
-    problem: ConvProblem | ReductionProblem | UpdateProblem, tensors: Mapping[str, Tensor | None]
-) -> None:
+def run(problem: ConvProblem | UpdateProblem, tensors: Mapping[str, Tensor | None]) -> None:
     """Do what the kernel for a problem does, on its tensors; all of a partial sum goes to its first piece."""
-    if isinstance(problem, ReductionProblem):
-        raise NotImplementedError("on the CPU no kernel of its own adds up sums")
 
     def of(*names: str) -> list[Any]:
         return [tensors.get(name) for name in names]

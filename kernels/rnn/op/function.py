@@ -23,7 +23,7 @@ from scan_registry.kernels.rnn.op.arguments import (
     normalised,
 )
 from scan_registry.kernels.rnn.problem import Direction, Function, RnnBackend
-from scan_registry.ops.operator import describes
+from scan_registry.ops.operator import Unfused, describes
 
 __all__ = ["BACKENDS", "describe", "rnn"]
 
@@ -118,7 +118,7 @@ def rnn(
 
 
 @dataclass(frozen=True)
-class Pass:
+class Pass(Unfused):
     """One direction of a call: its problems, in whatever backend, and the inputs copied first."""
 
     direction: Direction
@@ -133,9 +133,6 @@ class Pass:
         options = self.options._replace(backend=backend)
         facts = self.tensors, self.training, self.resets
         return rnn_problems.alternatives(self.direction, options, *facts)
-
-    def fused(self) -> None:
-        """No kernel of this family does what another one does, too."""
 
 
 def _present(arguments: NamedTuple) -> list[str]:

@@ -44,8 +44,6 @@ class Rnn(Operator):
         from scan_registry.kernels.rnn.op import plans as rnn_plans
         from scan_registry.kernels.rnn.op.arguments import Arguments, Options
 
-        if problem.scope == "step":
-            raise NotImplementedError("on the CPU no call is made of single steps")
         options = Options(problem.function, "auto", problem.clips)
         present = {name: t for name, t in tensors.items() if t is not None}
         if problem.direction == "forward":

@@ -82,8 +82,6 @@ class SelectiveScan(Operator):
     ) -> None:
         from scan_registry.kernels.selective_scan.op import plans
 
-        if problem.direction == "adjoint":
-            raise NotImplementedError("on the CPU no sequence is cut into parts")
         arguments, options = _arguments(problem, tensors)
         if problem.direction == "forward":
             outputs = plans.forward(arguments, options, True)

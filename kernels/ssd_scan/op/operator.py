@@ -63,8 +63,6 @@ class SSDScan(Operator):
         from scan_registry.kernels.ssd_scan.op import plans
         from scan_registry.kernels.ssd_scan.op.arguments import Arguments, Options
 
-        if problem.direction in ("states", "adjoint"):
-            raise NotImplementedError("on the CPU no kernel hands states of chunks on to another")
         options = Options(problem.softplus, problem.low, problem.high)
         arguments = Arguments._make([tensors.get(name) for name in Arguments._fields])
         final_grad = tensors.get("final_grad")

@@ -84,7 +84,7 @@ def test_calls_have_all_threads_and_the_reference_has_one(monkeypatch: pytest.Mo
     class Operator:
         def run_on_cpu(self, problem: object, tensors: object) -> None:
             seen["called"].add(torch.get_num_threads())
-            raise NotImplementedError("no call is made")
+            raise RuntimeError("no call is made")
 
     def drawn(*inputs: Any, **options: Any) -> Any:
         seen["drawn"].add(torch.get_num_threads())
@@ -97,7 +97,8 @@ def test_calls_have_all_threads_and_the_reference_has_one(monkeypatch: pytest.Mo
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert not [*command._on_cpu(families()["linear_scan"], "float32", {}, lambda text: None)]
+        with pytest.raises(RuntimeError, match="no call is made"):
+            [*command._on_cpu(families()["linear_scan"], "float32", {}, lambda text: None)]
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

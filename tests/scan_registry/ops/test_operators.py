@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from scan_registry import kernels
 from scan_registry.catalog.inventory import Catalogue
 from scan_registry.cli import explain as explain_command
 from scan_registry.cli import main
-from scan_registry.ops.operator import Operator, operators
+from scan_registry.ops.operator import operators
 from scan_registry.tuner.problems import cases, posed, usual_cases
 
 Capture = pytest.CaptureFixture[str]
@@ -86,15 +85,14 @@ def trials(dtype, shapes, device):
 from dataclasses import dataclass
 from torch import Tensor
 from scan_registry.kernels.scale.spec import ScaleProblem
+from scan_registry.ops.operator import Unfused
 
 @dataclass(frozen=True)
-class Call:
+class Call(Unfused):
     problem: ScaleProblem
     copied: tuple = ()
     def alternatives(self, backend):
         return ((self.problem, backend),)
-    def fused(self):
-        return None
 
 def scale(x: Tensor, *, reverse: bool = False, backend: str = "auto") -> Tensor:
     return 2 * (x.flip(-1) if reverse else x)
@@ -283,9 +281,3 @@ def test_every_operator_is_its_function_and_its_family() -> None:
         assert kernels.family(name).name == name
         for text in operator.tuned_cases:
             assert operator.benchmark.parse(text).family == name
-
-
-def test_code_for_the_cpu_that_is_missing() -> None:
-    problem = types.SimpleNamespace()
-    with pytest.raises(NotImplementedError, match="does not say what runs on the CPU"):
-        Operator.run_on_cpu(operators()["rnn"], problem, {})

@@ -85,8 +85,6 @@ def test_what_runs_on_the_cpu_is_what_kernels_compute(setting: cases.Setting) ->
         case = trial.case(kernel, aligned=False)
         OPERATOR.run_on_cpu(case.problem, case.tensors)
         assert case.error() <= cases.TOLERANCE["float32"]
-    with pytest.raises(NotImplementedError, match="no sequence is cut into parts"):
-        OPERATOR.run_on_cpu(trial.case("adjoint", aligned=False, parts=3).problem, {})
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,6 @@ def test_what_runs_on_the_cpu_is_what_kernels_compute(dtype: str, setting: cases
         for case in trial.launches(direction):
             OPERATOR.run_on_cpu(case.problem, case.tensors)
             assert case.error() < cases.TOLERANCE[dtype]
-    for direction in ("states", "adjoint"):
-        with pytest.raises(NotImplementedError, match="hands states of chunks"):
-            OPERATOR.run_on_cpu(trial.case(direction, aligned=True).problem, {})
 
 
 def test_a_described_call() -> None:
