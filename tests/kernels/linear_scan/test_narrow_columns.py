@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from contiguous_channels import only_kernel, posed
 
 from scan_registry.kernels.linear_scan import cases
-from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
+from scan_registry.kernels.linear_scan.problem import LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.space import NARROW
-from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
 #: Elements before and behind each tensor. They hold a number that no result has, or NaN.
@@ -34,11 +34,7 @@ SHAPES = (
 
 
 def the_kernel(direction: str) -> tuple[Kernel, Variant]:
-    """A kernel, and its one variant for narrow rows."""
-    kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    (variant,) = (v for v in kernel.every if ("access", NARROW) in v.statics)
-    assert variant in kernel.variants
-    return kernel, variant
+    return only_kernel(direction, NARROW, "float32")
 
 
 def surrounded(
@@ -97,19 +93,7 @@ def test_rows_at_any_address(direction: str, cuda_emulator: ModuleType, tmp_path
 def a_problem(
     direction: str, batch: int, channels: int, time: int = 512, dtype: str = "float32"
 ) -> LinearScanProblem:
-    rows = Strides(0, channels * time, 1, channels)
-    return LinearScanProblem(
-        direction=direction,  # type: ignore[arg-type]
-        layout="channel_last",
-        dtype=dtype,
-        gates_dtype=dtype,
-        outer=1,
-        batch=batch,
-        channels=channels,
-        time=time,
-        strides=(*(rows,) * (len(STRIDED[direction]) - 1), Strides(0, channels, 1, 0)),  # type: ignore[index]
-        alignment=16,
-    )
+    return posed(f"{batch},{time},{channels}:{dtype}", direction)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
