@@ -272,8 +272,9 @@ def test_a_family_may_prefer_triton_for_a_problem(
         assert decision.taken().tier is Tier.EXACT
     pinned = decide(a_device(), [archive], problem, "cuda")
     assert variant_of(pinned.taken()).language == "cuda"
-    few = decide(a_device(), [archive], replace(problem, sequences=2), toolchains=compilers)
-    assert variant_of(few.taken()).language == "cuda"
+    short = replace(a_problem(400), batch=1, channels=3000, sequences=8, alignment=4)
+    many = decide(a_device(), [archive], short, toolchains=compilers)
+    assert variant_of(many.taken()).language == "cuda"
 
 
 @pytest.mark.parametrize(
