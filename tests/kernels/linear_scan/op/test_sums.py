@@ -126,6 +126,27 @@ def test_gradients_are_those_of_the_other_road(
     assert summing.launches == 1
 
 
+def test_a_kernel_that_always_sums_has_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody wants the gradient of gates; ``Summing`` raises without that memory."""
+    gates, tokens = torch.rand(8, 1), torch.randn(3, 8, 13)
+
+    def gradient() -> Tensor:
+        leaf = tokens.clone().requires_grad_()
+        linear_scan(gates, leaf).square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient()
+    summing = Summing(2, False)
+    monkeypatch.setattr(plans, "plan_cache", PlanCache())
+    forget_plans(monkeypatch, "linear_scan")
+    monkeypatch.setattr(plans, "_plan_sums", summing.plan)
+    monkeypatch.setattr(plans, "_always_sums", lambda *_: True)
+    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-4)
+    assert summing.launches == 1
+    assert gates.grad is None
+
+
 @pytest.mark.parametrize("gates", [(13, 1), (1, 13, 8), (3, 13, 8)])
 def test_gates_that_change_with_time_are_not_summed(
     gates: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
