@@ -66,6 +66,8 @@ struct Random {
     std::size_t below(std::size_t count) { return ((*this)() >> 32) * count >> 32; }
 };
 
+constexpr std::uint64_t UNTOUCHED = 0x5ca9ab1e0ddba115;  // at the end of a stack
+
 constexpr std::size_t YIELDS = 128;  // after one of so many turns of threads, another block may go on
 
 struct Block {
@@ -126,6 +128,7 @@ struct Block {
     }
     [[noreturn, gnu::noinline]] void leave() {
         if (!self().copies.empty()) fail("a thread left with copies under way");
+        if (std::memcmp(end_of_stack(running), &UNTOUCHED, sizeof UNTOUCHED)) fail("a thread needs a larger stack");
         const int warp = running / WARP;
         left[warp]++;
         if (warps[warp].arrived) fail("a warp exchanges values without a lane that has left");
@@ -143,13 +146,17 @@ struct Block {
         thread.made = true;
         ucontext_t context;
         getcontext(&context);
-        context.uc_stack.ss_sp = stacks + number * launch.stacks.bytes;
+        std::memcpy(end_of_stack(number), &UNTOUCHED, sizeof UNTOUCHED);
+        context.uc_stack.ss_sp = end_of_stack(number);
         context.uc_stack.ss_size = launch.stacks.bytes;
         context.uc_link = nullptr;
         makecontext(&context, reinterpret_cast<void (*)()>(enter), 0);
         setcontext(&context);
         fail("a thread could not begin");
     }
+
+    // Which a thread reaches last.
+    char* end_of_stack(int number) { return stacks + number * launch.stacks.bytes; }
 
     // A thread that can go on, which is the running one from now on.
     int take() {
