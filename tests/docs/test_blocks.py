@@ -16,8 +16,13 @@ import torch
 from pages import ROOT, RUN, SHOWN, Block, blocks, commands, documents
 
 from scan_registry import compat
+from scan_registry.aot.compile import compile_variant
+from scan_registry.artifact import archive
 from scan_registry.catalog import providers
+from scan_registry.catalog.inventory import catalogue
 from scan_registry.cli import main, selftest
+from scan_registry.hardware.target import Target
+from scan_registry.kernels import families
 
 BLOCKS = [block for page in documents() for block in blocks(page)]
 PROGRAM = "scan-registry"
@@ -85,12 +90,28 @@ def marks_of(block: Block) -> list[pytest.MarkDecorator]:
     return [*marks, pytest.mark.slow] if block.slow else marks
 
 
+def with_sm90(folder: Path) -> tuple[tuple[providers.Provider, ...], Any]:
+    """What is installed; and where that has no archive for sm90, one in ``folder`` of a kernel that a page compiles again."""
+    (own, *others), problems = providers.installed()
+    target = Target.parse("sm90")
+    if target in [each.arch for each in own.archives]:
+        return (own, *others), problems
+    variants = families()["linear_scan"].kernel("time_last_reduction", "cuda").variants
+    entries = [
+        compile_variant(v, target) for v in variants if v.text("dtype") in ("float32", "bfloat16")
+    ]
+    path = folder / "archives" / f"{target.label}{archive.SUFFIX}"
+    archive.write(path, target, entries, {"version": own.version})
+    return (own, *others, providers.Provider(own.name, own.version, folder, own.core, {})), problems
+
+
 @pytest.fixture(scope="module")
 def program(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[tuple[str, ...]], tuple[int, str]]:
+) -> Iterator[Callable[[tuple[str, ...]], tuple[int, str]]]:
     """Calls the program, and returns its status and what it has printed. Of what several pages show the answer is kept."""
-    folder, installed = tmp_path_factory.mktemp("commands"), providers.installed()
+    folder = tmp_path_factory.mktemp("commands")
+    installed = with_sm90(folder)
 
     @cache
     def call(words: tuple[str, ...]) -> tuple[int, str]:
@@ -107,7 +128,9 @@ def program(
             patch.setattr(providers, "installed", lambda: installed)
             return main(words), said.getvalue()
 
-    return call
+    catalogue.cache_clear()
+    yield call
+    catalogue.cache_clear()
 
 
 @pytest.mark.parametrize(
