@@ -6,23 +6,30 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from covering import each_value
 from torch import Tensor
 
 #: Elements before and after a result, and the number that they hold.
 PAD, UNTOUCHED = 1 << 14, 77.0
 
 
-def check(library: Any, trials: Iterable[Any], tolerance: float) -> None:
-    """Launch an emulated variant on all that it takes of the trials, and compare the results."""
-    kernel, checked = library.kernel, 0
-    for trial in trials:
-        for case in trial.launches(kernel.name):
-            if kernel.rules.accepts(library.variant, case.problem) is None:
-                library.run(case.problem, case.tensors, seed=checked)
-                errors = case.errors()
-                assert max(errors.values(), default=0.0) <= tolerance, f"{trial} {errors}"
-                checked += 1
-    assert checked
+def check(library: Any, trials: Iterable[Any], tolerance: float, turn: int) -> None:
+    """Launch an emulated variant, and compare the results: of what it takes of the trials, on every shape, kind and setting, and
+    on inputs placed in every way. Variants of other turns meet them in other combinations."""
+    kernel = library.kernel
+    taken = [
+        (trial, place, case)
+        for trial in trials
+        for place, case in enumerate(trial.launches(kernel.name))
+        if kernel.rules.accepts(library.variant, case.problem) is None
+    ]
+    assert taken
+    values = [(t.shape, getattr(t, "kind", ""), t.setting, place) for t, place, _ in taken]
+    for seed, number in enumerate(each_value(values, 7 * turn)):
+        trial, _, case = taken[number]
+        library.run(case.problem, case.tensors, seed=seed)
+        errors = case.errors()
+        assert max(errors.values(), default=0.0) <= tolerance, f"{trial} {errors}"
 
 
 def surrounded(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -80,15 +80,17 @@ def long(source: str, dtype: str) -> tuple[cases.Trial, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", list(_variants()), ids=str)
-def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "variant"), enumerate(_variants()), ids=str)
+def test_matches_the_reference(
+    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
     """With every option, in whatever order the CTAs and their threads run."""
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     source, dtype = variant.text("kind"), variant.text("dtype")
     cut = {"ctas_per_column", "prefix_lead"} & {*dict(variant.statics)}
     posed = (*trials(source, dtype), *(long(source, dtype) if cut else ()))
-    check(library, posed, cases.TOLERANCE[dtype])
+    check(library, posed, cases.TOLERANCE[dtype], turn)
 
 
 def like(kernel: Kernel, **pins: int | str) -> Variant:

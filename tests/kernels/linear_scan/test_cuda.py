@@ -144,8 +144,10 @@ def long(dtype: str) -> tuple[cases.Trial, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", dict.fromkeys(chosen()), ids=str)
-def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "variant"), enumerate(dict.fromkeys(chosen())), ids=str)
+def test_matches_the_reference(
+    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     if kernel.name == "gates_sum":  # whose own tests also have as many threads as are built
@@ -155,7 +157,7 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
     dtype = variant.text("dtype")
     cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}
     trials = (*short(dtype), *(long(dtype) if cut else ()))
-    check(library, trials, cases.TOLERANCE[dtype])
+    check(library, trials, cases.TOLERANCE[dtype], turn)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from emulated_kernels import check
 
 from scan_registry import linear_scan
 from scan_registry.kernels.cases import relative_error
@@ -89,20 +90,13 @@ def backwards() -> Iterator[Variant]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [*backwards()], ids=str)
+@pytest.mark.parametrize(("turn", "variant"), enumerate(backwards()), ids=str)
 def test_a_kernel_multiplies_by_the_initial_state_as_it_is(
-    variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
+    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    checked = 0
-    for each in trials():
-        for case in each.launches(kernel.name):
-            if kernel.rules.accepts(variant, case.problem) is None:
-                library.run(case.problem, case.tensors, seed=checked)
-                assert case.error() <= cases.TOLERANCE["float16"], str(each)
-                checked += 1
-    assert checked
+    check(library, trials(), cases.TOLERANCE["float16"], turn)
 
 
 # --- The operator -----------------------------------------------------------------------------

@@ -54,13 +54,15 @@ def posed(dtype: str) -> tuple[cases.Trial, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", [*chosen()], ids=str)
-def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "variant"), enumerate(chosen()), ids=str)
+def test_matches_the_reference(
+    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
     """With every option, in whatever order the CTAs and their threads run."""
     kernel = FAMILY.kernel(variant.kernel, "cuda")
     library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
     dtype = variant.text("dtype")
-    check(library, posed(dtype), cases.TOLERANCE[dtype])
+    check(library, posed(dtype), cases.TOLERANCE[dtype], turn)
 
 
 @pytest.mark.parametrize("states", [64, 256])

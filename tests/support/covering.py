@@ -1,0 +1,36 @@
+"""A few of many combinations of values, for tests that would take long with all of them. Runs choose alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import combinations, product
+from typing import Any
+
+
+def each_value(rows: Iterable[tuple[Any, ...]], turn: int = 0) -> list[int]:
+    """The numbers of a few rows in which every value of every column occurs.
+
+    Each ``turn`` begins with another row: in as many turns as there are rows, all of them are chosen.
+    """
+    places = [*enumerate(frozenset(enumerate(row)) for row in rows)]
+    places = places[turn % len(places) :] + places[: turn % len(places)] if places else []
+    missing = set[tuple[int, Any]]().union(*(values for _, values in places))
+    chosen = []
+    while missing:
+        number, values = max(places, key=lambda place: len(place[1] & missing))
+        chosen.append(number)
+        missing -= values
+    return sorted(chosen)
+
+
+def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """A few rows, with a value of each column, in which every two values of two columns occur together."""
+    rows = [*product(*columns)]
+    pairs = [frozenset(combinations(enumerate(row), 2)) for row in rows]
+    missing = set[Any]().union(*pairs)
+    chosen = []
+    while missing:
+        number = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
+        chosen.append(number)
+        missing -= pairs[number]
+    return [rows[number] for number in sorted(chosen)]
