@@ -87,8 +87,12 @@ def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
     for archive, binary in catalogue():
         if archive.arch == arch:
             contents.setdefault(binary.variant.head, []).append(binary.variant)
-    if not contents:
-        pytest.skip(f"no archive for {arch.label} is installed")
+    if not contents:  # then what a build for it would hold, if nothing of that may be left out
+        jobs = plan([arch])[arch]
+        if any(job.optional for job in jobs):
+            pytest.skip(f"no archive for {arch.label} is installed")
+        for job in jobs:
+            contents.setdefault(job.variant.head, []).append(job.variant)
     for problem in PROBLEMS:
         for kernel in (k for k in FAMILY.kernels if k.name == problem.kernel):
             served = any(solves(kernel, v, problem) for v in contents[kernel.head])
