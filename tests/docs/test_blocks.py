@@ -75,7 +75,14 @@ def test_python_runs_on_the_cpu(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run_page(page, gpu=False)
+    if any("torch.compile(" in b.text for b in of_language("python") if b.page == page):
+        from torch._inductor import config
+
+        # C++ that inductor generates is torch's own matter, and takes a compiler most of the test's time.
+        with config.patch(compile_threads=1, fallback_by_default=True):
+            run_page(page, gpu=False)
+    else:
+        run_page(page, gpu=False)
 
 
 @pytest.mark.gpu
