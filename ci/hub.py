@@ -26,6 +26,7 @@ import sys
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -156,6 +157,7 @@ def imports(text: str) -> Iterator[Import]:
             yield from (Import(node.lineno, 0, alias.name, ()) for alias in node.names)
 
 
+@cache
 def relative(name: str, text: str) -> str:
     """The module ``name``, such as scan_registry/nn/s5.py, with relative imports of its own package.
 
