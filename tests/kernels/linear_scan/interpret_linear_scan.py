@@ -197,7 +197,7 @@ def faults(kernel: Kernel) -> Iterator[str]:
         whole, run, taken = variant.text("dtype") == "float32", Run(kernel, variant, small=True), 0
         statics = dict(variant.statics)
         mixed = statics.get("gates", statics["dtype"]) != statics["dtype"]
-        settings = every if whole else [next(turn) for _ in range(4)]
+        settings = every if whole else [next(turn) for _ in range(2)]
         for setting in cases.PLAIN if run.aligned else settings:
             shape = next(wide_shapes if run.aligned else shapes)
             case = run.draw(shape, replace(setting, mixed=mixed))
