@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_pair
 from gated_kernels import (
     OPTIONS,
     TOLERANCE,
@@ -31,15 +32,20 @@ from scan_registry.kernels.gated_scan.spec import FAMILY
 from scan_registry.kernels.linear_scan.op import autograd as derivatives
 from scan_registry.ops.launching import PlanCache, Run
 
+ROUTES = ["fast", "general"]
 
-@pytest.fixture(params=["fast", "general"])
+
+@pytest.fixture(params=ROUTES)
 def used(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[GatedScanProblem]:
     return played(monkeypatch, request.param == "fast")
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype", "used"),
+    each_pair(KINDS, OPTIONS, TOLERANCE, ROUTES),
+    ids=str,
+    indirect=["used"],
+)
 def test_matches_the_composition(
     used: list[GatedScanProblem], kind: str, name: str, dtype: torch.dtype
 ) -> None:

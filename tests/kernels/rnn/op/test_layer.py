@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_pair
 from pretending import Runs, flat, pretend_gpu
 from torch import Tensor
 
@@ -98,10 +99,10 @@ USED: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("resets", [False, True])
-@pytest.mark.parametrize("with_states", [False, True])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name", "with_states", "resets"),
+    each_pair(KINDS, OPTIONS, (False, True), (False, True)),
+)
 def test_layers_are_those_composed(
     kind: str,
     name: str,
