@@ -31,7 +31,7 @@ EMULATOR = Path(__file__).with_name("emulator")
 BLOCKS_AT_ONCE = 6
 #: Bytes of a thread's stack, and of all of them, unless more threads run at once. A stack has a page and a cache line more than
 #: a power of two: or the ends of all stacks, where threads work, would have the same few places in the processor's caches.
-STACK, STACKS = (32 << 10) + 4096 + 64, 1 << 28
+STACK, STACKS = (64 << 10) + 4096 + 64, 1 << 28
 #: Of Linux's; Python does not name it.
 MAP_NORESERVE = 0x4000
 #: Where all tests of a run keep the libraries that they have in common, if there is such a folder.
