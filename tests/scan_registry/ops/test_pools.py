@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 
 import scan_registry
@@ -334,9 +335,7 @@ def test_a_graph_reads_rows_anew(name: str) -> None:
         return out
 
     run(prompts.pool.clone())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run(prompts.pool)
+    graph, captured = recorded(lambda: run(prompts.pool), warm_ups=0)
     for _ in range(3):
         order = torch.randperm(SLOTS)
         read.copy_(order[:SEQUENCES])

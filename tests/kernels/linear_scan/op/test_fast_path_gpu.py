@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 
 from scan_registry import linear_scan
@@ -95,9 +96,9 @@ def test_in_a_graph() -> None:
     gates, tokens, state = (each.detach() for each in (gates, tokens, state))
     linear_scan(gates, tokens, state, dim=1, return_final_state=True)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = linear_scan(gates, tokens, state, dim=1, return_final_state=True)
+    graph, found = recorded(
+        lambda: linear_scan(gates, tokens, state, dim=1, return_final_state=True), warm_ups=0
+    )
     state.mul_(3)
     graph.replay()
     for one, other in zip(

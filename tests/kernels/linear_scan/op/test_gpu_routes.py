@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 from gpu_scans import ROUTED
+from graphs import recorded
 
 import scan_registry
 from scan_registry.kernels.cases import relative_error
@@ -122,9 +123,7 @@ def test_in_a_cuda_graph(case):
     )
     expected = scan()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        states = scan()
+    graph, states = recorded(scan, warm_ups=0)
     for _ in range(3):
         states.fill_(7)
         graph.replay()
