@@ -400,7 +400,7 @@ def plan_backward(
 
 def _total_runner(device: torch.device, backend: Any, problem: GatesSumProblem) -> Any:
     lowest = min(Tier.PTX, policy.lowest())
-    return prepare(device.index, FAMILY, problem, backend, lowest).run  # type: ignore[arg-type]
+    return prepare(device.index, FAMILY, problem, backend, lowest).run
 
 
 def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | None:
@@ -423,7 +423,8 @@ def _always_sums(call: KernelCall, device: torch.device, backend: Any) -> bool:
         return False
     lowest = min(Tier.PTX, policy.lowest())
     winner = decide(device.index, FAMILY, problem, backend, lowest, routed=True).winner
-    return winner is not None and ("access", SHORT) in winner.variant.statics
+    variant = None if winner is None else winner.variant
+    return variant is not None and ("access", SHORT) in variant.statics
 
 
 def _plan_reduction(
