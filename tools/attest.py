@@ -14,8 +14,8 @@
     python tools/attest.py --prune    needs no GPU: drop from those files the records of other binaries
 
 Attestations are keyed by the digest of the binary, so they say nothing of any other binary. The
-check fails when a file names a digest that is not installed, or when an sm90 binary or an sm_80 PTX
-has no attestation within tolerance. It is a gate for releases.
+check fails when a file names a digest that is in no archive for its architecture, or when an installed sm90 binary or an
+sm_80 PTX has no attestation within tolerance. It is a gate for releases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from records import write_records
 
 from scan_registry.artifact.archive import Archive, Binary
 from scan_registry.catalog.inventory import catalogue, worst_attestations
+from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
 from scan_registry.kernels.model import Family, Kernel, Problem, Variant
 
@@ -46,11 +47,26 @@ ISSUES = "https://github.com/scan-registry/scan-registry/issues"
 MUST_BE_TESTED = ("sm_90", "compute_80")
 
 
+def staleness() -> Callable[[str, str], bool]:
+    """A function that says of a digest and its target whether archives for such targets are installed, and hold no such binary."""
+    installed, archs = set(), set()
+    for archive, binary in catalogue():
+        installed.add(binary.sha256)
+        archs.add((archive.arch.capability, archive.arch.is_ptx))
+
+    def is_stale(digest: str, name: str) -> bool:
+        target = Target.parse(name)
+        return digest not in installed and (target.capability, target.is_ptx) in archs
+
+    return is_stale
+
+
 def check(folder: Path) -> int:
     """Print the counts of the attestations in ``folder``; 1 if the gate does not pass."""
-    installed = {binary.sha256: binary for _, binary in catalogue()}
-    attested = worst_attestations(folder)
-    stale = sorted(f"{a.variant} {a.target}" for d, a in attested.items() if d not in installed)
+    attested, is_stale = worst_attestations(folder), staleness()
+    stale = sorted(
+        f"{a.variant} {a.target}" for d, a in attested.items() if is_stale(d, str(a.target))
+    )
     failed = sorted(f"{a.variant} {a.target}" for a in attested.values() if not a.passed)
     needed = {b.sha256: b for archive, b in catalogue() if str(archive.arch) in MUST_BE_TESTED}
     missing = sorted(f"{b.variant} {b.target}" for d, b in needed.items() if d not in attested)
@@ -65,11 +81,16 @@ def check(folder: Path) -> int:
 
 
 def prune(folder: Path) -> int:
-    """Drop the records of binaries that are not installed, such as those of kernels that have changed."""
-    installed = {binary.sha256 for _, binary in catalogue()}
+    """Drop the records of binaries that are not installed, such as those of kernels that have changed. Those for which no archive is
+    installed stay."""
+    is_stale = staleness()
     for path in sorted(folder.glob("*/attestations/*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        kept = [record for record in content["binaries"] if record["sha256"] in installed]
+        kept = [
+            record
+            for record in content["binaries"]
+            if not is_stale(record["sha256"], record["target"])
+        ]
         print(
             f"{path.relative_to(folder)}: {len(content['binaries']) - len(kept)} of {len(content['binaries'])} dropped"
         )

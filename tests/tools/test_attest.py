@@ -6,12 +6,13 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from scan_registry.catalog.inventory import catalogue
+from scan_registry.hardware.target import Target
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def attested(tmp_path: Path) -> Callable[..., Path]:
             if archive.arch.label in ("sm90", "ptx80")
         ][skip:]
         if extra:
-            needed.append(record(extra, "a.b:cuda:c=d", "sm_90", error))
+            needed.append(record(extra, "a.b:cuda:c=d", "compute_80", error))
         path = tmp_path / "linear_scan" / "attestations" / f"{gpu}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(
@@ -77,13 +78,36 @@ def test_pruning_drops_what_is_not_installed(
     folder = attested(extra="0" * 64)
     alone = folder / "gone" / "attestations" / "gpu.json"
     alone.parent.mkdir(parents=True)
-    content = {"gpu": "a", "date": "2026-01-01", "binaries": [record("1" * 64, "a.b", "sm_90", 0)]}
+    content = {
+        "gpu": "a",
+        "date": "2026-01-01",
+        "binaries": [record("1" * 64, "a.b", "compute_80", 0)],
+    }
     alone.write_text(json.dumps(content), encoding="utf-8")
     assert attest.check(folder) == 1
     assert attest.prune(folder) == 0
     assert "gone/attestations/gpu.json: 1 of 1 dropped" in capsys.readouterr().out
     assert not alone.exists()
     assert attest.check(folder) == 0
+
+
+def test_what_no_installed_archive_could_hold_stays(
+    attest: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ptx, digest = Target.parse("ptx80"), "0" * 64
+    binary = SimpleNamespace(sha256="1" * 64)
+    monkeypatch.setattr(attest, "catalogue", lambda: [(SimpleNamespace(arch=ptx), binary)])
+    is_stale = attest.staleness()
+    assert is_stale(digest, "compute_80")
+    assert not is_stale(binary.sha256, "compute_80")
+    assert not is_stale(digest, "sm_80")
+    path = tmp_path / "linear_scan" / "attestations" / "gpu.json"
+    path.parent.mkdir(parents=True)
+    records = [record(digest, "a.b:cuda:c=d", target, 0) for target in ("compute_80", "sm_90")]
+    content = {"gpu": "a", "date": "2026-01-01", "binaries": records}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert attest.prune(tmp_path) == 0
+    assert json.loads(path.read_text(encoding="utf-8"))["binaries"] == records[1:]
 
 
 def test_the_worst_of_two_gpus_stands(attest: ModuleType, attested: Callable[..., Path]) -> None:
