@@ -349,7 +349,7 @@ __device__ __forceinline__ void scan_row(
 }
 #endif
 
-// All pointers but gates and states_grad may be null; states are needed only for gates_grad.
+// All pointers but gates and states_grad may be null; states are needed only for gates_grad. Where short rows sum it, it may not be.
 // flags: 1 if x[t] follows from x[t+1]. Where the build pins that, there is no code for the other way.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
