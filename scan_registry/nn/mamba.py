@@ -159,6 +159,16 @@ class Mamba(GeneratingBlock):
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            hidden_states: Tensor,
+            inference_params: Any = None,
+            *,
+            states: tuple[Tensor, Tensor] | None = None,
+        ) -> Tensor: ...
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -194,9 +204,6 @@ class Mamba(GeneratingBlock):
         if hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self._step(weights, hidden_states, *before)
         return self._continued(weights, hidden_states, *before)
-
-    if TYPE_CHECKING:
-        __call__ = forward  # torch.nn.Module's has no types
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -207,6 +207,19 @@ class Mamba2(GeneratingBlock):
         sizes = self._sizes
         return (sizes.channels, self.d_conv), (sizes.heads, sizes.head_size, sizes.states)
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            u: Tensor,
+            seqlen: int | None = None,
+            seq_idx: Tensor | None = None,
+            cu_seqlens: Tensor | None = None,
+            inference_params: Any = None,
+            *,
+            states: tuple[Tensor, Tensor] | None = None,
+        ) -> Tensor: ...
+
     def forward(
         self,
         u: Tensor,
@@ -266,9 +279,6 @@ class Mamba2(GeneratingBlock):
                 remember(before[0], inputs, seq_idx, cu_seqlens)
                 before[1].copy_(after)
         return output
-
-    if TYPE_CHECKING:
-        __call__ = forward  # torch.nn.Module's has no types
 
     def _weights(self) -> Weights:
         A_log: Tensor = self.A_log
