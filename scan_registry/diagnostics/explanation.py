@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
-from inspect import signature
-from typing import Any, get_type_hints
+from typing import Any
 
 from scan_registry.artifact.archive import Binary
 from scan_registry.base.package import NAME
 from scan_registry.catalog.inventory import Attestation, worst_attestations
-from scan_registry.diagnostics.explanation_call import heading, place, refuse_device
+from scan_registry.diagnostics.explanation_call import described, heading, place, refuse_device
 from scan_registry.diagnostics.explanation_words import called, grouped
 from scan_registry.dispatch import policy
 from scan_registry.dispatch.alternatives import select_first
@@ -24,7 +23,7 @@ from scan_registry.dispatch.select import Candidate, Decision, System
 from scan_registry.hardware.device import Device
 from scan_registry.kernels import ROOT, family
 from scan_registry.kernels.model import PLAIN_TORCH, Launch, Problem
-from scan_registry.ops.operator import KernelCall, Operator, called_by, operators
+from scan_registry.ops.operator import KernelCall, called_by, operators
 
 _LABEL = 11  # columns before the text of a line
 _EMPTY = "nothing runs: the tensors are empty"
@@ -212,7 +211,7 @@ def explain(operator: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     refuse_device(explained, name, kwargs)
     if name != explained.name:
         args, kwargs = explained.call_of(name, args, kwargs)
-    calls, device = _described(explained, args, kwargs)
+    calls, device = described(explained, args, kwargs)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; accepted are the CPU and CUDA devices")
     ordinal = device.index if device.type == "cuda" else None
@@ -236,7 +235,7 @@ def explain_for(there: System, name: str, /, *args: Any, **kwargs: Any) -> Expla
         raise ValueError(f"backend is {backend!r}; accepted are {', '.join(accepted)}")
     if there.device is None:
         kwargs["backend"] = backend  # on a GPU any will do, whatever the tensors are on
-    calls, _ = _described(known[name], args, kwargs)
+    calls, _ = described(known[name], args, kwargs)
     if there.device is not None:
         gpu, of = there.device, known[name]
         calls = {step: of.on_gpu(call, gpu) for step, call in calls.items()}
@@ -281,18 +280,6 @@ def decided(
 
 def _step(name: str, call: KernelCall, decision: Decision) -> Step:
     return Step(name, call.copied if decision.launch() else (), decision)
-
-
-def _described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str, KernelCall], Any]:
-    """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
-    import torch
-
-    types = get_type_hints(operator.function)
-    arguments = signature(operator.function).bind(*args, **kwargs).arguments
-    tensors = [value for name, value in arguments.items() if types[name] is torch.Tensor]
-    calls = operator.describe(*args, **kwargs)  # which checks them
-    first = tensors[0]
-    return calls, (first[0] if isinstance(first, tuple) else first).device
 
 
 # --- JSON -------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, get_type_hints
 
 from scan_registry.dispatch.fit import Tier, dotted
 from scan_registry.dispatch.select import Decision
 from scan_registry.hardware.device import Device
 from scan_registry.kernels.model import Problem
-from scan_registry.ops.operator import Operator
+from scan_registry.ops.operator import KernelCall, Operator
 
 #: The decision for each kernel of a call, by the kernel's name.
 Steps = Sequence[tuple[str, Decision]]
@@ -93,3 +93,15 @@ def refuse_device(operator: Operator, name: str, kwargs: Mapping[str, Any]) -> N
             f"explain({name}, …) takes no device: it says what runs on the device of the tensors. For a GPU that need not be in "
             f"this machine there is the command `scan-registry explain {name} --for H100 --dtype … --shape …`"
         )
+
+
+def described(operator: Operator, args: Any, kwargs: Any) -> tuple[Mapping[str, KernelCall], Any]:
+    """What the call poses, and the device of its tensors; ``TypeError`` for no such call."""
+    import torch
+
+    types = get_type_hints(operator.function)
+    arguments = signature(operator.function).bind(*args, **kwargs).arguments
+    tensors = [value for name, value in arguments.items() if types[name] is torch.Tensor]
+    calls = operator.describe(*args, **kwargs)  # which checks them
+    first = tensors[0]
+    return calls, (first[0] if isinstance(first, tuple) else first).device
