@@ -90,7 +90,7 @@ def refused(capsys: Capture, *words: str) -> str:
 def test_mistyped_values_get_a_suggestion(capsys: Capture) -> None:
     for words, said in (
         (["inspect", "--family", "gated_scn"], "; did you mean gated_scan?"),
-        (["inspect", "--arch", "sm900"], "; did you mean sm90?"),
+        (["inspect", "--arch", "ptx8"], "; did you mean ptx80?"),
         (["verify", "--arch", "H10O"], "; did you mean H100?"),
         (["selftest", "--family", "lin"], "; did you mean linear_scan?"),
         (
