@@ -1,10 +1,13 @@
-"""Where kernels of CUDA that fit a scan's layout would take the steps of time in turn: which language is to come first, and whether
-the scan is posed otherwise, on copies.
+"""Layouts that no fast CUDA kernel reads as they lie: whether Triton comes before CUDA, and whether the scan runs on copies.
 
-So it is with packed sequences, unless rows of contiguous time are cut into segments in CUDA, or aligned channels have CTAs for each
-sequence; and with contiguous channels that share gates. What there is beside is a program of Triton's for each sequence; and a
-row of contiguous time for each channel, which takes copies in and out, and is cut into segments. Limits are by the times in
-``notes/varlen.md``.
+CUDA passes over the time steps of such layouts one tile after the other, so few SMs have work. The layouts are packed sequences,
+and contiguous channels that share gates. They do not include packed rows of contiguous time that CUDA cuts into segments, nor
+packed aligned channels, where each sequence has CTAs of its own.
+
+- Triton has a program for each packed sequence.
+- A copy gives each channel a row of contiguous time, which CUDA cuts into segments. The results are copied back.
+
+``notes/varlen.md`` has the times that the limits below follow from.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def is_column_serial(variant: Variant) -> bool:
 
 
 def is_wide(variant: Variant) -> bool:
-    """Whether a CTA has a column of 128 channels, each with a gate for each time step: no such column is the fastest if a channel has
-    one gate, and binaries for both are twice as large."""
+    """Whether a CTA has a column of 128 channels. Such binaries take gates that change with time alone: code for one gate of all steps
+    would double their size, and narrower columns are faster there."""
     return rings.is_wide(dict(variant.statics))
 
 

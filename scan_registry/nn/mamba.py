@@ -159,7 +159,7 @@ class Mamba(GeneratingBlock):
             parts.append(f"backend={self.backend!r}")
         return ", ".join(parts)
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # spelled out, since pyright does not see the types of ``__call__ = forward``
 
         def __call__(
             self,

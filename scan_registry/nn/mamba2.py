@@ -207,7 +207,7 @@ class Mamba2(GeneratingBlock):
         sizes = self._sizes
         return (sizes.channels, self.d_conv), (sizes.heads, sizes.head_size, sizes.states)
 
-    if TYPE_CHECKING:
+    if TYPE_CHECKING:  # spelled out, since pyright does not see the types of ``__call__ = forward``
 
         def __call__(
             self,

@@ -417,7 +417,7 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
 
 
 def _always_sums(call: KernelCall, device: torch.device, backend: Any) -> bool:
-    """Whether the kernel of ``_plan_sums`` is one for short rows, which writes sums to memory that nobody may read."""
+    """Whether the kernel of ``_plan_sums`` is one for short rows: it writes sums even if no gradient of gates is wanted."""
     problem = call.fused()
     if problem is None or device.type == "cpu":
         return False
