@@ -349,7 +349,7 @@ __device__ __forceinline__ void scan_row(
 }
 #endif
 
-// All pointers but gates and states_grad may be null; states are needed only for gates_grad. Where short rows sum it, it may not be.
+// All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]. Where the build pins that, there is no code for the other way.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
@@ -379,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     Finishing pass{tile, initial, enter_steps<BackwardStep>(tile, entering)};
     for_own(tile, pass);
     if (initial_state_grad && tile.ends()) initial_state_grad[own_state] = pass.h;
-    if (flags & 2) add_up(tile, pass.sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
+    if (gates_grad && flags & 2) add_up(tile, pass.sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
     __syncthreads();
     if (gates_grad && !(flags & 2)) copy_out(tile, 0, gates_grad);
     if (tokens_grad) copy_out(tile, 1, tokens_grad);

@@ -32,14 +32,13 @@ from scan_registry.kernels.linear_scan.op.problems import (
 )
 from scan_registry.kernels.linear_scan.op.totals import plan_total
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
-from scan_registry.kernels.linear_scan.space import SHORT
 from scan_registry.kernels.linear_scan.spec import FAMILY, parameters
 from scan_registry.ops import _cpu
 from scan_registry.ops.call import launch_from_c
 from scan_registry.ops.checks import common_shape
 from scan_registry.ops.launching import Run, plan_cache
 from scan_registry.ops.strides import as_new
-from scan_registry.runtime.loader import decide, prepare, run_reference
+from scan_registry.runtime.loader import prepare, run_reference
 
 Wanted = tuple[bool, bool, bool]  # the gradients of gates, tokens and initial_state
 
@@ -352,8 +351,6 @@ def plan_backward(
     reduced = for_gates and broadcast and summing is None
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
     pieces = 0 if summing is None else call.problem.sum_pieces()
-    # Some kernels write sums whether or not the gates' gradient is wanted.
-    sums = summing is not None and (for_gates or _always_sums(call, device, options.backend))
 
     kernels = None if device.type == "cpu" else partial(_total_runner, device, options.backend)
     total = plan_total(gates, layout, pieces, dim, kernels) if for_gates and summing else None
@@ -365,7 +362,7 @@ def plan_backward(
         initial, entering = layout.entering(initial), layout.entering(last_grad)
         leaving = layout.leaving(entering) if for_initial else None
         gates_grad = tokens_grad = None
-        if sums:
+        if for_gates and summing is not None:
             gates_grad = layout.sums(pieces)
         elif for_gates and reduce is None:
             gates_grad = torch.empty_like(model, dtype=gates.dtype)
@@ -391,9 +388,9 @@ def plan_backward(
             gates_grad = total(gates_grad)
         elif reduce is not None:
             gates_grad = reduce(gates, model, tokens_grad, initial, cu_seqlens)
-        elif for_gates and gates_grad is not None and broadcast:
+        elif gates_grad is not None and broadcast:
             gates_grad = gates_grad.sum_to_size(gates.shape).contiguous()
-        return gates_grad if for_gates else None, tokens_grad if for_tokens else None, leaving
+        return gates_grad, tokens_grad if for_tokens else None, leaving
 
     return plan
 
@@ -414,17 +411,6 @@ def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | No
     except NoKernelError:
         return None
     return run if callable(run) else None
-
-
-def _always_sums(call: KernelCall, device: torch.device, backend: Any) -> bool:
-    """Whether the kernel of ``_plan_sums`` is one for short rows: it writes sums even if no gradient of gates is wanted."""
-    problem = call.fused()
-    if problem is None or device.type == "cpu":
-        return False
-    lowest = min(Tier.PTX, policy.lowest())
-    winner = decide(device.index, FAMILY, problem, backend, lowest, routed=True).winner
-    variant = None if winner is None else winner.variant
-    return variant is not None and ("access", SHORT) in variant.statics
 
 
 def _plan_reduction(

@@ -69,6 +69,13 @@ def test_short_rows_with_one_gate(
             if takes:
                 library.run(case.problem, case.tensors, seed)
                 assert case.error() <= cases.TOLERANCE[dtype], (shape, setting, sums)
+            if takes and sums:
+                # Nobody asks for the gates' gradient: no states are read, and no sums written.
+                wanted = case.tensors["tokens_grad"].clone()
+                case.tensors["tokens_grad"].fill_(float("nan"))
+                unasked = {**case.tensors, "states": None, "gates_grad": None}
+                library.run(case.problem, unasked, seed)
+                assert case.tensors["tokens_grad"].equal(wanted)
 
 
 def posed(

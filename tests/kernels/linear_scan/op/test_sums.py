@@ -4,7 +4,6 @@ there and back. The kernel is the reference's arithmetic here; its own is tested
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +19,7 @@ from scan_registry.dispatch.select import System
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.op import plans, totals
-from scan_registry.kernels.linear_scan.op.problems import make_kernel_call
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
-from scan_registry.kernels.linear_scan.space import SHORT
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.ops.launching import PlanCache
 
@@ -127,42 +124,6 @@ def test_gradients_are_those_of_the_other_road(
         if found is not None and other is not None:
             torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4)
     assert summing.launches == 1
-
-
-def test_a_kernel_that_always_sums_has_memory_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though nobody wants the gradient of gates; ``Summing`` raises without that memory."""
-    gates, tokens = torch.rand(8, 1), torch.randn(3, 8, 13)
-
-    def gradient() -> Tensor:
-        leaf = tokens.clone().requires_grad_()
-        linear_scan(gates, leaf).square().sum().backward()
-        assert leaf.grad is not None
-        return leaf.grad
-
-    expected = gradient()
-    summing = Summing(2, False)
-    monkeypatch.setattr(plans, "plan_cache", PlanCache())
-    forget_plans(monkeypatch, "linear_scan")
-    monkeypatch.setattr(plans, "_plan_sums", summing.plan)
-    monkeypatch.setattr(plans, "_always_sums", lambda *_: True)
-    torch.testing.assert_close(gradient(), expected, rtol=1e-4, atol=1e-4)
-    assert summing.launches == 1
-    assert gates.grad is None
-
-
-def test_kernels_of_short_rows_always_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU that is made up: by the variant that is selected for a row with one gate."""
-    device = torch.device("cuda", 0)
-    tensors = torch.rand(8, 1), torch.randn(3, 8, 13)
-    both = {"states": tensors[1], "states_grad": tensors[1]}
-    call = make_kernel_call("backward", tensors[0], both, None, -1, False)
-    kernel = FAMILY.kernel("time_last_backward", "cuda")
-    for access in (SHORT, "generic"):
-        variant = next(v for v in kernel.variants if v.text("access") == access)
-        decision = SimpleNamespace(winner=SimpleNamespace(variant=variant))
-        monkeypatch.setattr(plans, "decide", lambda *_, of=decision, **__: of)
-        assert plans._always_sums(call, device, "auto") == (access == SHORT)
-    assert not plans._always_sums(call, torch.device("cpu"), "auto")
 
 
 @pytest.mark.parametrize("gates", [(13, 1), (1, 13, 8), (3, 13, 8)])
