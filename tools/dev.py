@@ -281,6 +281,8 @@ def main() -> int:
     if rest and options.command != "test":
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     WORK.mkdir(parents=True, exist_ok=True)
+    # Tests start hundreds of processes that import torch: each would compile its modules for three seconds if none kept them.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     started = time.monotonic()
     try:
         if options.command == "types":

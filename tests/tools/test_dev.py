@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -23,6 +24,16 @@ def test_the_whole_suite_runs_in_parallel(dev: ModuleType) -> None:
     assert dev.pytest_arguments([], workers=2)[:2] == ["-n", "2"]
     assert dev.pytest_arguments([], workers=64)[:2] == ["-n", "8"]
     assert dev.pytest_arguments(["-k", "select", "-x"], workers=2) == ["-k", "select", "-x"]
+
+
+def test_modules_are_compiled_once_whatever_the_shell_says(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(dev, "WORK", tmp_path)
+    monkeypatch.setattr(dev, "types", lambda: int("PYTHONDONTWRITEBYTECODE" in os.environ))
+    monkeypatch.setattr(sys, "argv", ["dev.py", "types"])
+    assert dev.main() == 0
 
 
 def test_sources_are_checked_under_the_import_names(
