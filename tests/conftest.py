@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from by_path import load
+from covering import selection
 from rank_pool import RankPool
 
 from scan_registry.artifact import archive, chunks
@@ -58,6 +59,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="draw other random numbers in each run, to test more cases than the same ones",
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run every combination of parameters, and what is marked thorough, as is done once a week",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -90,8 +96,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First what takes a type checker half a minute: at the end, another worker would wait for it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The selection, unless all are asked for. First what takes a type checker half a minute: at the end, another worker would
+    wait for it."""
+    if not config.getoption("--thorough"):
+        kept = set(selection(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     items.sort(key=lambda item: item.path.name != "test_typing.py")
 
 

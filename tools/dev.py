@@ -1,14 +1,15 @@
 """The commands of a working copy: see the package work, and test it; and build the documentation.
 
     python3 tools/dev.py demo [--archs all]   build a wheel, install it, look inside, run its self-test
-    python3 tools/dev.py test [--archs all] [ARG …]
+    python3 tools/dev.py test [--archs all] [--thorough] [ARG …]
                                               build the wheel, and ruff, mypy, import contracts, the site,
                                               attestations and pytest
     python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
 ``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none. ``test`` compiles for ptx80, in the
 least time. On pull requests another job builds for all, and fails where a kernel spills. After a change of kernels, run
-``test --archs all``.
+``test --archs all``. Of tests with several parameters it runs so many combinations that all values occur; ``--thorough``
+runs all of them, and what is marked thorough, as a workflow does once a week.
 
 ``types`` runs mypy alone, for the commit hook.
 
@@ -174,9 +175,10 @@ def report_attestations(environment: Environment) -> None:
     say(f"{lines[-1] if lines else 'it says nothing'} (exit {result.returncode})")
 
 
-def pytest_arguments(arguments: Sequence[str], workers: int) -> list[str]:
+def pytest_arguments(arguments: Sequence[str], workers: int, thorough: bool) -> list[str]:
     """For the whole suite: up to eight workers, one per core, with work stealing. Given arguments are passed on unchanged."""
-    return list(arguments) if arguments else ["-n", str(min(workers, 8)), "--dist", "worksteal"]
+    chosen = list(arguments) or ["-n", str(min(workers, 8)), "--dist", "worksteal"]
+    return ["--thorough", *chosen] if thorough else chosen
 
 
 def check_sources(environment: Environment) -> list[str]:
@@ -196,7 +198,7 @@ def check_sources(environment: Environment) -> list[str]:
 
 
 def check_installed(
-    environment: Environment, arguments: Sequence[str], failed: Sequence[str]
+    environment: Environment, arguments: Sequence[str], failed: Sequence[str], thorough: bool
 ) -> int:
     """The checks of what is installed; 0 if all passed, and nothing is among those that ``failed`` before.
 
@@ -206,7 +208,7 @@ def check_installed(
     report_attestations(environment)
     if failed:
         say(f"\nFAILED: {', '.join(failed)}; pytest follows, and the exit status will be 1")
-    pytest = [environment.program("pytest"), *pytest_arguments(arguments, cores())]
+    pytest = [environment.program("pytest"), *pytest_arguments(arguments, cores(), thorough)]
     say(f"\n=== pytest\n$ {' '.join(map(str, pytest))}")
     status = subprocess.run(list(map(str, pytest)), cwd=ROOT, check=False).returncode
     return 1 if failed or status else 0
@@ -226,7 +228,7 @@ def demo(fresh: bool, archs: str) -> None:
     require("self-test", [program, "selftest"], cwd=WORK)
 
 
-def test(fresh: bool, archs: str, arguments: Sequence[str]) -> int:
+def test(fresh: bool, archs: str, thorough: bool, arguments: Sequence[str]) -> int:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
     with ThreadPoolExecutor(1) as pool:  # what reads the sources alone need not wait for the wheel
@@ -235,7 +237,7 @@ def test(fresh: bool, archs: str, arguments: Sequence[str]) -> int:
         failed = check_sources(environment)
         wheel = building.result()
     install(environment, wheel, extra="[test]")
-    return check_installed(environment, arguments, failed)
+    return check_installed(environment, arguments, failed, thorough)
 
 
 def site() -> int:
@@ -268,6 +270,10 @@ def main() -> int:
     ):
         command = commands.add_parser(name, help=summary, allow_abbrev=False)
         command.add_argument("--fresh", action="store_true", help="make a new environment")
+        if name == "test":
+            command.add_argument(
+                "--thorough", action="store_true", help="every combination of parameters"
+            )
         default = {"demo": "this machine's GPUs, or ptx80", "test": TESTED}[name]
         command.add_argument(
             "--archs",
@@ -290,7 +296,7 @@ def main() -> int:
         if options.command == "site":
             return site()
         if options.command == "test":
-            return test(options.fresh, options.archs, rest)
+            return test(options.fresh, options.archs, options.thorough, rest)
         demo(options.fresh, options.archs)
         say(f"\ndemo done in {time.monotonic() - started:.0f} s")
         return 0

@@ -22,7 +22,7 @@ def steps(name: str) -> list[dict[str, Any]]:
 
 
 def test_the_workflows_are_the_release_the_checks_and_the_site() -> None:
-    assert set(WORKFLOWS) == {"wheels", "checks", "site"}
+    assert set(WORKFLOWS) == {"wheels", "checks", "thorough", "site"}
 
 
 @every_workflow

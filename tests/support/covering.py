@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import combinations, product
 from typing import Any
+
+import pytest
 
 
 def each_value(rows: Iterable[tuple[Any, ...]], turn: int = 0) -> list[int]:
@@ -34,3 +36,28 @@ def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(number)
         missing -= pairs[number]
     return [rows[number] for number in sorted(chosen)]
+
+
+def values_of(item: pytest.Item) -> tuple[object, ...]:
+    """What each ``parametrize``, and each fixture with parameters, has chosen for this test."""
+    params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    chosen = list[object]()
+    for mark in item.iter_markers("parametrize"):
+        names = (mark.args[0],) if isinstance(mark.args[0], str) else mark.args[0]
+        chosen.append(tuple(id(params.pop(name, None)) for name in names))
+    return (*chosen, *map(id, params.values()))
+
+
+def selection(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
+    """Without tests marked thorough; and of each other one so many combinations that all values of each parameter occur. A GPU
+    gets all."""
+    tests = dict[str, list[pytest.Item]]()
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            yield item
+        elif item.get_closest_marker("thorough") is None:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        rows = [values_of(item) for item in cases]
+        several = len(rows[0]) > 1
+        yield from [cases[number] for number in each_value(rows)] if several else cases

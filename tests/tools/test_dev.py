@@ -21,9 +21,10 @@ def dev(load_tool: Callable[[str], ModuleType]) -> ModuleType:
 
 
 def test_the_whole_suite_runs_in_parallel(dev: ModuleType) -> None:
-    assert dev.pytest_arguments([], workers=2)[:2] == ["-n", "2"]
-    assert dev.pytest_arguments([], workers=64)[:2] == ["-n", "8"]
-    assert dev.pytest_arguments(["-k", "select", "-x"], workers=2) == ["-k", "select", "-x"]
+    assert dev.pytest_arguments([], 2, thorough=False)[:2] == ["-n", "2"]
+    assert dev.pytest_arguments([], 64, thorough=True)[:3] == ["--thorough", "-n", "8"]
+    words = ["-k", "select", "-x"]
+    assert dev.pytest_arguments(words, 2, thorough=False) == words
 
 
 def test_modules_are_compiled_once_whatever_the_shell_says(
@@ -82,7 +83,9 @@ def test_the_site_is_built_strictly_and_fails_the_checks(
     failed = dev.check_sources(dev.Environment(tmp_path))
     assert failed == ["the documentation"]
     for before, status in ((failed, 1), ([], 0)):
-        assert dev.check_installed(dev.Environment(tmp_path), ["--version"], before) == status
+        assert (
+            dev.check_installed(dev.Environment(tmp_path), ["--version"], before, False) == status
+        )
     words = commands["the documentation"][1:]
     assert words == ["-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "docs" / "mkdocs.yml")]
 
