@@ -242,7 +242,7 @@ def test_it_works_beside_the_wheel_and_in_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wheel", ["alone", "beside"])
+@pytest.mark.parametrize("wheel", [pytest.param("alone", marks=pytest.mark.thorough), "beside"])
 def test_it_works_with_jax(repository: Path, tmp_path: Path, wheel: str) -> None:
     """Without the wheel, and beside it in one process: each copy has handlers of its own in XLA, and the same results."""
     pytest.importorskip("jax")

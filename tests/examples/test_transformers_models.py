@@ -61,7 +61,13 @@ def check_runs(record: Any, paths: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mamba", "recurrent_gemma", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("mamba", "recurrent_gemma"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mamba2", "nemotron_h")),
+    ],
+)
 def test_losses_agree(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = run(model, tmp_path / "record.json", monkeypatch)
     assert importlib.util.find_spec("mamba_ssm") is None

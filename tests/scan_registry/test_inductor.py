@@ -163,6 +163,17 @@ def test_operators_that_change_a_state(name: str) -> None:
 
 #: A module of each class; those left out differ from them in no operator.
 NAMES = [*(name for name in nn.__all__ if name != "RMSNormGated"), "LSTM projected"]
+#: A class of each operator, and both of recurrent networks, whose operators are alike for all cells.
+FEW = ("LSTM", "GRU", "MinGRU", "LRU", "Mamba", "Mamba2")
+
+
+def few_first(names: list[str]) -> list[Any]:
+    """All names, of which those of operators that have another class are marked."""
+    return [
+        pytest.param(name, marks=[] if name in FEW else [pytest.mark.thorough]) for name in names
+    ]
+
+
 STEPPING = [name for name in nn.__all__ if hasattr(getattr(nn, name), "step")]
 
 
@@ -201,21 +212,25 @@ def stepped(name: str) -> None:
     assert not in_place or torch.equal(created[1][1][0], created[1][2][0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", few_first(NAMES))
 def test_modules_train(name: str) -> None:
     trained(name)
 
 
-@pytest.mark.parametrize("name", STEPPING)
+@pytest.mark.parametrize("name", few_first(STEPPING))
 def test_steps(name: str) -> None:
     stepped(name)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_generated")
-def test_generated_code() -> None:
-    """Of the module of most operators, and of one operator. A compiler takes seconds for each, and as many for the headers that
-    they share, and so they are one test."""
-    for check, name in ((trained, "Mamba"), (test_operators, "linear_scan")):
-        torch.compiler.reset()
-        check(name)
+@pytest.mark.parametrize(
+    ("check", "name"),
+    [
+        (test_operators, "linear_scan"),
+        pytest.param(trained, "Mamba", marks=pytest.mark.thorough),
+    ],
+)
+def test_generated_code(check: Callable[[str], None], name: str) -> None:
+    """Of one operator, and of the module of most operators."""
+    check(name)

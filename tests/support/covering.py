@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from scan_registry.kernels.model import Variant
+
 
 def each_value(rows: Iterable[tuple[Any, ...]], turn: int = 0) -> list[int]:
     """The numbers of a few rows in which every value of every column occurs.
@@ -39,18 +41,22 @@ def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def values_of(item: pytest.Item) -> tuple[object, ...]:
-    """What each ``parametrize``, and each fixture with parameters, has chosen for this test."""
+    """What each ``parametrize``, and each fixture with parameters, has chosen for this test; of a variant, each static."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     chosen = list[object]()
     for mark in item.iter_markers("parametrize"):
         names = (mark.args[0],) if isinstance(mark.args[0], str) else mark.args[0]
-        chosen.append(tuple(id(params.pop(name, None)) for name in names))
+        values = [params.pop(name, None) for name in names]
+        if isinstance(variant := values[0], Variant) and len(values) == 1:
+            chosen.extend((variant.kernel, *static) for static in variant.statics)
+        else:
+            chosen.append(tuple(map(id, values)))
     return (*chosen, *map(id, params.values()))
 
 
 def selection(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Without tests marked thorough; and of each other one so many combinations that all values of each parameter occur. A GPU
-    gets all."""
+    """Without tests marked thorough; and of each other one so many combinations that all values of each parameter occur, and
+    all of each static of the variants. A GPU gets all."""
     tests = dict[str, list[pytest.Item]]()
     for item in items:
         if item.get_closest_marker("gpu") is not None:
@@ -59,5 +65,5 @@ def selection(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
         rows = [values_of(item) for item in cases]
-        several = len(rows[0]) > 1
+        several = any(len(row) > 1 for row in rows)
         yield from [cases[number] for number in each_value(rows)] if several else cases

@@ -30,6 +30,7 @@ def test_scans(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_networks(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process for each, whose answer stands for that of the one on the same caches, too: scans have both."""
     answers, start = dict[str, Any](), tool.fresh_process

@@ -278,7 +278,13 @@ def test_bounds_that_do_not_fit_in_what_jax_makes_of_them(name: str) -> None:
                 packed(name, np.array(bounds))
 
 
-@pytest.mark.parametrize("name", ["linear_scan", "rg_lru", "selective_scan", "causal_conv1d"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("linear_scan", "causal_conv1d"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("rg_lru", "selective_scan")),
+    ],
+)
 def test_bounds_that_a_program_gets(name: str) -> None:
     """Their values are not known when it is compiled. JAX's operators take them as ``CONFINED`` says, in derivatives, too; the C
     code refuses them."""

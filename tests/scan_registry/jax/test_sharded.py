@@ -112,9 +112,16 @@ CASES = {
     "causal_conv1d, channels last": lambda: convolution(1),
 }
 
+#: What differs from another case in a formula that is the same on every device.
+ALIKE = {"min_gru", "hgrn, reverse", "selective_scan", "ssd_scan without z", "causal_conv1d"}
+IN_DTYPES = [
+    pytest.param(name, dtype, marks=[pytest.mark.thorough] if name in ALIKE else [])
+    for name, dtype in zip(CASES, cycle(["float64", "float32"]), strict=False)
+]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), zip(CASES, cycle(["float64", "float32"])))
+@pytest.mark.parametrize(("name", "dtype"), IN_DTYPES)
 def test_values_and_derivatives(name: str, dtype: str) -> None:
     """The output, the final state, which all devices have, and the derivatives of both. float32 runs the C code, if there is any."""
     function, pairs = CASES[name]()
