@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """hypothesis, too, poses the same examples in every run, and measures no time."""
+    """hypothesis, too, poses the same examples in every run, few unless asked to be thorough, and measures no time."""
     if find_spec("hypothesis") is None:
         return
     from hypothesis import HealthCheck, settings
@@ -75,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "scan-registry",
         derandomize=not config.getoption("--fresh-numbers"),
+        max_examples=100 if config.getoption("--thorough") else 30,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from covering import each_pair, each_value, selection
 
+from scan_registry.kernels.model import Variant
+
 COLUMNS = (("a", "b", "c", "d"), (1, 2, 3), (False, True), (None, 0.5, 2.0))
 
 
@@ -72,3 +74,17 @@ def test_what_is_marked_thorough_is_not_selected() -> None:
     left = item("a", n, k, pytest.mark.thorough, n=1, k=1)
     items = [left, item("a", n, k, n=1, k=2), item("a", n, k, n=2, k=1)]
     assert [*selection(items)] == items[1:]
+
+
+def test_of_variants_all_statics_are_selected() -> None:
+    """Whatever turn they have, and in whichever order a kernel lists its statics."""
+    mark = pytest.mark.parametrize(("turn", "variant"), [])
+    statics = [
+        *(({"lanes": n, "dtype": d}) for n, d in product((1, 2), ("float32", "bfloat16"))),
+        {"dtype": "float32", "lanes": 2, "warps": 4},
+    ]
+    items = [
+        item("a", mark, turn=n, variant=Variant("linear_scan", kernel, "cuda", tuple(of.items())))
+        for n, (kernel, of) in enumerate(product(("forward", "backward"), statics))
+    ]
+    assert len([*selection(items)]) == 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -11,20 +11,25 @@ import pytest
 from scan_registry.kernels.model import Variant
 
 
+def covering(places: Sequence[frozenset[Any]], turn: int = 0) -> list[int]:
+    """The numbers of a few sets that have all elements between them. Each ``turn`` begins with another set."""
+    numbered = [*enumerate(places)]
+    numbered = numbered[turn % len(places) :] + numbered[: turn % len(places)] if places else []
+    missing = set[Any]().union(*places)
+    chosen = []
+    while missing:
+        number, values = max(numbered, key=lambda place: len(place[1] & missing))
+        chosen.append(number)
+        missing -= values
+    return sorted(chosen)
+
+
 def each_value(rows: Iterable[tuple[Any, ...]], turn: int = 0) -> list[int]:
     """The numbers of a few rows in which every value of every column occurs.
 
     Each ``turn`` begins with another row: in as many turns as there are rows, all of them are chosen.
     """
-    places = [*enumerate(frozenset(enumerate(row)) for row in rows)]
-    places = places[turn % len(places) :] + places[: turn % len(places)] if places else []
-    missing = set[tuple[int, Any]]().union(*(values for _, values in places))
-    chosen = []
-    while missing:
-        number, values = max(places, key=lambda place: len(place[1] & missing))
-        chosen.append(number)
-        missing -= values
-    return sorted(chosen)
+    return covering([frozenset(enumerate(row)) for row in rows], turn)
 
 
 def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
@@ -40,18 +45,21 @@ def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [rows[number] for number in sorted(chosen)]
 
 
-def values_of(item: pytest.Item) -> tuple[object, ...]:
+def values_of(item: pytest.Item) -> frozenset[object]:
     """What each ``parametrize``, and each fixture with parameters, has chosen for this test; of a variant, each static."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
-    chosen = list[object]()
+    chosen = set[object]()
     for mark in item.iter_markers("parametrize"):
         names = (mark.args[0],) if isinstance(mark.args[0], str) else mark.args[0]
-        values = [params.pop(name, None) for name in names]
-        if isinstance(variant := values[0], Variant) and len(values) == 1:
-            chosen.extend((variant.kernel, *static) for static in variant.statics)
-        else:
-            chosen.append(tuple(map(id, values)))
-    return (*chosen, *map(id, params.values()))
+        values = {name: params.pop(name, None) for name in names}
+        variants = [value for value in values.values() if isinstance(value, Variant)]
+        if len(variants) == 1:  # and which of all it is says nothing
+            values = {n: x for n, x in values.items() if n != "turn" and x is not variants[0]}
+            chosen.update((variants[0].kernel, *static) for static in variants[0].statics)
+        if values:
+            chosen.add((*values, *map(id, values.values())))
+    chosen.update((name, id(value)) for name, value in params.items())
+    return frozenset(chosen)
 
 
 def selection(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
@@ -64,6 +72,5 @@ def selection(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
         elif item.get_closest_marker("thorough") is None:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        rows = [values_of(item) for item in cases]
-        several = any(len(row) > 1 for row in rows)
-        yield from [cases[number] for number in each_value(rows)] if several else cases
+        several = len(cases) > 1
+        yield from [cases[n] for n in covering([*map(values_of, cases)])] if several else cases

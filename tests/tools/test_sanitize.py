@@ -15,7 +15,12 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Variant
 
 SM_COUNT = 132
-DTYPES = [(name, dtype) for name in families() for dtype in cases_of(name).TOLERANCE]
+#: Kernels are of one source in both dtypes of 16 bits.
+DTYPES = [
+    pytest.param(name, dtype, marks=[pytest.mark.thorough] if dtype == "float16" else [])
+    for name in families()
+    for dtype in cases_of(name).TOLERANCE
+]
 
 
 @cache

@@ -85,10 +85,17 @@ IN_CUDA = [k for item in families().values() for k in item.kernels if k.language
 #: The first kernel of each family, and those that are made of their own on 9.0.
 FIRST = {k.family: k for k in reversed(IN_CUDA)}.values()
 SHARED = [k for k in IN_CUDA if k.head in OF_ITS_OWN_ON_90 or k in FIRST]
+#: By turns compared on each architecture, as often as there are such.
+ON_EACH = [
+    pytest.param(
+        k, marks=[] if k.head in OF_ITS_OWN_ON_90 or n < len(LIKE_80) else [pytest.mark.thorough]
+    )
+    for n, k in enumerate(SHARED)
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", SHARED, ids=lambda kernel: kernel.head)
+@pytest.mark.parametrize("kernel", ON_EACH, ids=lambda kernel: kernel.head)
 def test_what_architectures_share_changes_no_byte(kernel: Kernel, programs: list[str]) -> None:
     """Of one variant. Kernels that are made of their own on 9.0 are compared on 9.0 and 8.6, the others on one architecture
     each, by turns; and all have 8.0, whose PTX is shared."""

@@ -1,6 +1,6 @@
 """Runs the Triton kernels of linear_scan in the interpreter, and prints what is wrong with them.
 
-TRITON_INTERPRET=1 python tests/kernels/linear_scan/interpret_linear_scan.py forward backward reduction
+TRITON_INTERPRET=1 python tests/kernels/linear_scan/interpret_linear_scan.py few forward backward reduction
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import combinations, cycle
 from typing import Any
 
 import torch
+from covering import each_value
 from torch import Tensor
 from triton_interpreter import allow, mend
 
@@ -184,14 +185,26 @@ def without(case: cases.Case, names: tuple[str, ...]) -> cases.Case:
     )
 
 
-def faults(kernel: Kernel) -> Iterator[str]:
-    """What is wrong with the kernel. In float32 it is given all there is, in other dtypes some settings in turn."""
+def every_two(settings: list[cases.Setting]) -> list[cases.Setting]:
+    """Some of the settings, in which every two values of their options occur together that do so in one of them."""
+    rows = []
+    for setting in settings:
+        summed = {name: name in setting.broadcast for name in ("outer", "batch", "channel", "time")}
+        options = (vars(setting) | {"broadcast": None} | summed).items()
+        rows.append(tuple(combinations(options, 2)))
+    return [settings[number] for number in each_value(rows)]
+
+
+def faults(kernel: Kernel, few: bool) -> Iterator[str]:
+    """What is wrong with the kernel. In float32 it is given all there is, or a few, and in other dtypes some settings in turn."""
     torch.manual_seed(0)
     layout, _, direction = kernel.name.rpartition("_")
     reduces = direction == "reduction"
     every = [cases.Setting(states=True, broadcast=names, outer=2) for names in BROADCAST]
     every = every if reduces else [*cases.PLAIN, *cases.OPTIONS, *every[:4]]
     packed = [s for s in cases.OPTIONS if s.packed and bool(s.broadcast) == reduces and not s.mixed]
+    if few:
+        every, packed = every_two(every), every_two(packed)
     turn, shapes, wide_shapes = cycle(every), cycle(SHAPES), cycle(ALIGNED[layout])
     for variant in kernel.variants:
         whole, run, taken = variant.text("dtype") == "float32", Run(kernel, variant, small=True), 0
@@ -236,5 +249,5 @@ if __name__ == "__main__":
     mend()
     for kernel in FAMILY.kernels:
         if kernel.language == "triton" and kernel.name.rpartition("_")[2] in sys.argv[1:]:
-            for fault in faults(kernel):
+            for fault in faults(kernel, few="few" in sys.argv[1:]):
                 print(f"{kernel.name}: {fault}")

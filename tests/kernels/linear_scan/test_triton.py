@@ -19,9 +19,18 @@ SCRIPT = Path(__file__).with_name("interpret_linear_scan.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("directions", [("forward", "reduction"), ("backward",)], ids=" ".join)
-def test_matches_the_reference(directions: tuple[str, ...]) -> None:
-    interpret(SCRIPT, *directions)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("few", "forward", "reduction"),
+        ("few", "backward"),
+        pytest.param(("forward", "reduction"), marks=pytest.mark.thorough),
+        pytest.param(("backward",), marks=pytest.mark.thorough),
+    ],
+    ids=" ".join,
+)
+def test_matches_the_reference(words: tuple[str, ...]) -> None:
+    interpret(SCRIPT, *words)
 
 
 @pytest.mark.parametrize("kernel", COLUMNS, ids=lambda kernel: kernel.name)

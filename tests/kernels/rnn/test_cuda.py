@@ -144,7 +144,14 @@ def test_matches_the_reference(variant: Variant, cuda_emulator: ModuleType, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "dim"), OTHERS, ids=str)
+@pytest.mark.parametrize(
+    ("variant", "dim"),
+    [
+        pytest.param(*case, marks=[] if number % 2 else [pytest.mark.thorough])
+        for number, case in enumerate(OTHERS)
+    ],
+    ids=str,
+)
 def test_other_tilings(
     variant: Variant, dim: int, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def test_rows_that_are_not_there_are_skipped(
 
 
 @NEEDS_NVRTC
+@pytest.mark.thorough  # the job that compiles for every architecture fails where one spills
 def test_nothing_spills() -> None:
     for variant in FAMILY.variants():
         binary, _ = compile_variant(variant, Target.parse("sm90"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scan_registry.artifact import archive
@@ -55,7 +55,6 @@ def survives(path: Path, contents: dict[str, bytes]) -> None:
     assert all(str(path) in refusal for refusal in refusals)
 
 
-@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_random_damage_is_noticed(
     intact: tuple[bytes, dict[str, bytes]], data: st.DataObject
@@ -83,7 +82,6 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=100)
 @given(data=st.data(), value=JSON)
 def test_any_value_in_an_entry_of_the_right_digest(
     intact: tuple[bytes, dict[str, bytes]], archive_parts: Any, data: st.DataObject, value: object

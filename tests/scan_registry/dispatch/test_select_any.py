@@ -214,7 +214,7 @@ def check_winner(decision: Decision, allowed: list[Possible]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=4 * settings.default.max_examples)
 @given(data=st.data())
 def test_any_system(data: st.DataObject, a_device: Describe, a_binary: Make) -> None:
     """The winner fits and is allowed, nothing that is allowed is closer, and all else has a reason."""

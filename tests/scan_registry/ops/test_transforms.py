@@ -86,9 +86,21 @@ def network(function: Function) -> tuple[list[Tensor], Callable[..., Tensor]]:
     return drawn, lambda *inputs: rnn(*inputs, function=function)[0]
 
 
+#: Of each function another, and two that are made of the same rules as the others.
+OF_NETWORKS = {
+    "jvp": [],
+    "jvp of grad": [pytest.mark.thorough],
+    "vmap of grad": [pytest.mark.thorough],
+    "grad of grad": [],
+}
+
+
 @pytest.mark.parametrize(
     ("function", "program"),
-    zip(SIZES, ("jvp", "jvp of grad", "vmap of grad", "grad of grad"), strict=True),
+    [
+        pytest.param(function, program, marks=marks)
+        for function, (program, marks) in zip(SIZES, OF_NETWORKS.items(), strict=True)
+    ],
 )
 def test_transformed_networks_compile(function: Function, program: str) -> None:
     (wx, r, b), states = network(function)
@@ -167,7 +179,7 @@ DEEP = {"num_layers": 2, "bidirectional": True}
     [
         # Both layouts with either size; kinds with and without a second state; layers both ways in either layout.
         ("LSTM", True, DEEP, True),
-        ("GRU", False, DEEP, True),
+        pytest.param("GRU", False, DEEP, True, marks=pytest.mark.thorough),
         ("RNN", True, {}, False),
     ],
 )

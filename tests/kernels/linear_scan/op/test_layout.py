@@ -128,7 +128,7 @@ def check_rows(
     assert size == 1 or set(units) in ({1}, {0, 1})
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=5 * settings.default.max_examples)
 @given(calls())
 def test_arrangements(
     call: tuple[tuple[int, ...], int, list[Strides], list[Strides]],
@@ -145,7 +145,7 @@ def test_arrangements(
     assert (arranged.layout == "time_last") == (dim in units)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=3 * settings.default.max_examples)
 @given(SHAPES, st.data())
 def test_elements_through_torch(shape: tuple[int, ...], data: st.DataObject) -> None:
     """The same, on a real tensor: the views' sequences are the tensor's."""
@@ -166,7 +166,6 @@ def test_elements_through_torch(shape: tuple[int, ...], data: st.DataObject) -> 
     assert sorted(view.reshape(-1, shape[dim]).tolist()) == sorted(sequences.tolist())
 
 
-@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.data())
 def test_gates_that_are_broadcast_anywhere_are_not_copied(
     shape: tuple[int, ...], data: st.DataObject
@@ -186,7 +185,6 @@ def test_gates_that_are_broadcast_anywhere_are_not_copied(
 # --- Copies -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.data())
 def test_as_few_inputs_as_possible_are_copied(shape: tuple[int, ...], data: st.DataObject) -> None:
     """And of as few, the earlier ones. What was copied lies as the output does."""
