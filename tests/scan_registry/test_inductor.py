@@ -163,12 +163,12 @@ def test_operators_that_change_a_state(name: str) -> None:
 
 #: A module of each class; those left out differ from them in no operator.
 NAMES = [*(name for name in nn.__all__ if name != "RMSNormGated"), "LSTM projected"]
-#: A class of each operator, and both of recurrent networks, whose operators are alike for all cells.
-FEW = ("LSTM", "GRU", "MinGRU", "LRU", "Mamba", "Mamba2")
+#: A class of each operator.
+FEW = ("LSTM", "MinGRU", "LRU", "Mamba", "Mamba2")
 
 
-def few_first(names: list[str]) -> list[Any]:
-    """All names, of which those of operators that have another class are marked."""
+def rest_thorough(names: list[str]) -> list[Any]:
+    """All names, of which those are marked whose operators have another class."""
     return [
         pytest.param(name, marks=[] if name in FEW else [pytest.mark.thorough]) for name in names
     ]
@@ -212,12 +212,12 @@ def stepped(name: str) -> None:
     assert not in_place or torch.equal(created[1][1][0], created[1][2][0])
 
 
-@pytest.mark.parametrize("name", few_first(NAMES))
+@pytest.mark.parametrize("name", rest_thorough(NAMES))
 def test_modules_train(name: str) -> None:
     trained(name)
 
 
-@pytest.mark.parametrize("name", few_first(STEPPING))
+@pytest.mark.parametrize("name", rest_thorough(STEPPING))
 def test_steps(name: str) -> None:
     stepped(name)
 

@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -149,13 +149,24 @@ def compiled(folder: Path) -> None:
     archive.write(folder / "archives" / f"{target.label}{SUFFIX}", target, held, PROVENANCE)
 
 
-def pages(folders: Mapping[str, Path]) -> dict[str, str]:
+def where(width: int | None) -> str:
+    return "in a pipe" if width is None else f"on a terminal of {width} columns"
+
+
+def parts_of(page: str, widths: Sequence[int | None]) -> str:
+    """What of a page was printed at these widths."""
+    parts = re.split(r"^(?=\$ scan-registry )", page, flags=re.MULTILINE)
+    chosen = tuple(f"# {where(width)}" for width in widths)
+    return "".join(part for part in parts if part.partition("\n")[0].endswith(chosen))
+
+
+def pages(folders: Mapping[str, Path], widths: Sequence[int | None] = WIDTHS) -> dict[str, str]:
     """The text of each page, made in its folder, with the machine's own paths replaced."""
     calls = [
         (width, str(folders[name]), call)
         for name in PAGES
         for call in PAGES[name]
-        for width in WIDTHS
+        for width in widths
     ]
     given = [(width, folder, call.split()) for width, folder, call in calls]
     result = subprocess.run(
@@ -177,9 +188,8 @@ def pages(folders: Mapping[str, Path]) -> dict[str, str]:
     made = {}
     for name, folder in folders.items():
         parts = []
-        for (width, _, call), text in islice(printed, len(PAGES[name]) * len(WIDTHS)):
-            where = "in a pipe" if width is None else f"on a terminal of {width} columns"
-            parts.append(f"$ scan-registry {call}    # {where}\n\n{text}")
+        for (width, _, call), text in islice(printed, len(PAGES[name]) * len(widths)):
+            parts.append(f"$ scan-registry {call}    # {where(width)}\n\n{text}")
         made[name] = "\n".join(parts)
         for path, shown in (
             (folder / "cache", "~/.cache/scan-registry"),
