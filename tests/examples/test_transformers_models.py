@@ -98,6 +98,7 @@ def test_what_a_cpu_cannot_time_is_refused(words: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_an_installed_mamba_ssm_is_a_third_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

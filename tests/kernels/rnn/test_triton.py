@@ -11,5 +11,6 @@ SCRIPT = Path(__file__).with_name("interpret_rnn.py")
 
 
 @pytest.mark.slow
-def test_matches_the_reference() -> None:
-    interpret(SCRIPT)
+@pytest.mark.parametrize("words", [("few",), pytest.param((), marks=pytest.mark.thorough)])
+def test_matches_the_reference(words: tuple[str, ...]) -> None:
+    interpret(SCRIPT, *words)

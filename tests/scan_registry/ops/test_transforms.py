@@ -112,7 +112,7 @@ def test_transformed_networks_compile(function: Function, program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forward", ["eager", "compiled"])
+@pytest.mark.parametrize("forward", [pytest.param("eager", marks=pytest.mark.thorough), "compiled"])
 def test_compiled_autograd_without_a_break(forward: str) -> None:
     from torch._dynamo import compiled_autograd
 

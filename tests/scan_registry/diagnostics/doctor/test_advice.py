@@ -66,7 +66,14 @@ def check(remedy: str, family: Family, missing: set[str]) -> None:
         assert remedy.startswith(known) or remedy in missing, remedy
 
 
-@pytest.mark.parametrize("capability", [*dict.fromkeys(CAPABILITIES), (7, 5)], ids=str)
+@pytest.mark.parametrize(
+    "capability",
+    [
+        pytest.param(each, marks=[pytest.mark.thorough] if each in OTHERS[:-1] else [])
+        for each in (*dict.fromkeys(CAPABILITIES), (7, 5))
+    ],
+    ids=str,
+)
 def test_all_advice_is_of_what_exists(capability: tuple[int, int]) -> None:
     missing = {str(item) for item in MISSING.values()}
     for driver in DRIVERS:
