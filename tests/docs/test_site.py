@@ -138,10 +138,11 @@ INTERNAL = {"UnfitError", "CaptureError", "UsageError"}
 
 def test_the_page_on_errors_names_every_exception() -> None:
     classes = {
-        node.name
+        name
         for path in package_files("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ClassDef) and node.name.endswith(("Error", "Warning"))
+        for name in re.findall(
+            r"^ *class (\w+(?:Error|Warning))\b", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
     }
     assert classes >= INTERNAL
     page = text_of("reference/errors.md")
