@@ -98,9 +98,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The selection, unless all are asked for. First what takes a type checker half a minute: at the end, another worker would
-    wait for it."""
-    if not config.getoption("--thorough"):
+    """The selection, unless all are asked for, or single tests. First what takes a type checker long: at the end, another worker
+    would wait for it."""
+    if not (config.getoption("--thorough") or any("::" in word for word in config.args)):
         kept = set(selection(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
