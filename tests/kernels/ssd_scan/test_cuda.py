@@ -85,7 +85,7 @@ def test_many_chunks_go_through_few_tiles(
         assert max(case.errors().values()) <= cases.TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("states", [64, 128])
+@pytest.mark.parametrize("states", [64, pytest.param(128, marks=pytest.mark.thorough)])
 def test_many_heads_go_through_few_tiles(
     states: int, cuda_emulator: ModuleType, tmp_path: Path
 ) -> None:
