@@ -12,11 +12,16 @@ import docs_reference
 import docs_results as results
 from docs_results import SHORT
 
+from scan_registry.bench.shares import by_kind
 from scan_registry.diagnostics.first_calls import MEASURED
 from scan_registry.dispatch.fit import Tier, nearest_tier
 from scan_registry.hardware.device import described
 from scan_registry.hardware.products import PRODUCTS
 from scan_registry.hardware.target import RELEASED, Capability, Target
+from scan_registry.kernels.linear_scan.op import random_cases
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.ops.benchmark import Timing
+from scan_registry.ops.operator import PASSES
 
 _MADE = re.compile(r"(<!-- made: ([\w-]+) -->\n)(?:(?!<!-- ).)*(<!-- end -->)", re.DOTALL)
 
@@ -122,6 +127,19 @@ def choices() -> str:
         ]
         rows.append([what, str(len(ways[0])), gpu, *spans])
     return table(("kernels and shapes", "cases", "GPU", "forward", "backward"), rows)
+
+
+def kinds() -> str:
+    """The share of the roofline by kind of random case, as ``bench --random`` prints it."""
+    timings = (
+        Timing(**{**timing, "case": Case(**timing["case"])})
+        for timing in results.document("h200-bench-random")["timings"]
+    )
+    rows = [
+        [kind.kind, str(kind.cases), *(f"{kind.means[way]:.2f}" for way in PASSES)]
+        for kind in by_kind(timings, random_cases.kind)
+    ]
+    return table(("kind", "cases", *PASSES), rows)
 
 
 # --- Networks ---------------------------------------------------------------------------------
@@ -293,6 +311,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "scans": scans,
     "scans-short": scans_short,
     "choices": choices,
+    "kinds": kinds,
     "groups": groups,
     "targets": targets,
     "networks": networks,

@@ -1,9 +1,9 @@
-"""Summary of random cases: the share of the bandwidth roofline that they reach, and the cases that reach the
-least."""
+"""Summary of random cases: the share of the bandwidth roofline that they reach, as a whole and by kind, and the cases
+that reach the least."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
@@ -12,6 +12,7 @@ from scan_registry.bench.targets import fastest
 from scan_registry.ops.benchmark import Timing
 
 NAMED = 10  # of the worst
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -76,4 +77,27 @@ def shares(timings: Iterable[Timing]) -> list[Shares]:
     return [
         Shares(direction, sorted(passes, key=lambda reached: reached.ratio))
         for direction, passes in by_direction.items()
+    ]
+
+
+@dataclass(frozen=True)
+class KindShares:
+    """The cases of one kind that were timed: how many, and the geometric mean of their shares in each pass."""
+
+    kind: str
+    cases: int
+    means: Mapping[str, float]
+
+
+def by_kind(timings: Iterable[Timing], kind: Callable[[Any], str]) -> list[KindShares]:
+    """Of each kind in the order of their names, and last of all cases, by this package's fastest."""
+    cases: dict[str, set[Any]] = {}
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for (case, direction), timing in fastest(timings).items():
+        for name in (kind(case), ALL):
+            cases.setdefault(name, set()).add(case)
+            ratios.setdefault(name, {}).setdefault(direction, []).append(timing.ratio)
+    return [
+        KindShares(name, len(cases[name]), {way: geometric_mean(r) for way, r in passes.items()})
+        for name, passes in sorted(ratios.items(), key=lambda item: (item[0] == ALL, item[0]))
     ]

@@ -70,8 +70,8 @@ def document(bench: Bench, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(bench: Bench, args: argparse.Namespace) -> None:
-    """Print the means, and the worst cases as ``--case`` takes them."""
-    from scan_registry.bench.shares import shares
+    """Print the means, the worst cases as ``--case`` takes them, and the means of each kind of case."""
+    from scan_registry.bench.shares import by_kind, shares
 
     if args.random is None:
         return
@@ -93,4 +93,11 @@ def show(bench: Bench, args: argparse.Namespace) -> None:
             f"{share.tenth_percentile:.3f}, worst {share.worst[0].ratio:.3f}",
             markup=False,
         )
+    kinds = by_kind(bench.timings, bench.benchmark.kind)
+    if kinds:
+        table = new_table("kind", "cases>", *(f"{direction}>" for direction in bench.passes))
+        for kind in kinds:
+            means = (f"{kind.means[way]:.2f}" if way in kind.means else "" for way in bench.passes)
+            table.add_row(kind.kind, str(kind.cases), *means)
+        show_in_columns(console, table, "of the roofline, by kind: geometric means")
     console.print(f"--random {args.random} --seed {args.seed}", markup=False)

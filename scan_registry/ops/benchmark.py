@@ -308,6 +308,10 @@ class Benchmark(Protocol):
         """Random cases, the same for the same seed, where it ``draws`` any."""
         return []
 
+    def kind(self, case: Any) -> str:
+        """What a random case is summed up with, in words."""
+        return ""
+
     def call(self, case: Any, direction: str, backend: Any, device: Device) -> Call:
         """One of this package, with inputs of its own."""
 

@@ -274,6 +274,11 @@ class ScanBenchmark(Benchmark):
 
         return linear_scan_random.draw(number, seed)
 
+    def kind(self, case: Case) -> str:
+        from scan_registry.kernels.linear_scan.op import random_cases as linear_scan_random
+
+        return linear_scan_random.kind(case)
+
     def call(self, case: Case, direction: str, backend: Backend, device: torch.device) -> Call:
         """The operator forward, and backward what autograd calls."""
         from scan_registry.kernels.linear_scan.op import plans

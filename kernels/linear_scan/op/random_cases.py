@@ -8,6 +8,7 @@ from random import Random
 from typing import TypeVar
 
 from scan_registry.kernels.linear_scan.op.bench import LAYOUTS, Case
+from scan_registry.kernels.model import ITEM_SIZE
 
 #: Bytes that a forward pass moves.
 LEAST_TRAFFIC, MOST_TRAFFIC = 10**6, 4 * 10**9
@@ -20,6 +21,8 @@ OPTIONS = {"": 0.8, "sequences": 0.1, "channel": 0.1}
 REVERSE, STATE = 0.1, 0.15
 _OTHER = 1 << 40  # how far a seed of other numbers is
 _VECTOR = 8  # half of the channel counts are multiples of it
+MANY_SCANS = 300  # batch times channels, which occupy a large GPU
+ALIGNMENT = 16  # bytes
 
 _Choice = TypeVar("_Choice")
 
@@ -34,6 +37,19 @@ def draw(number: int, seed: int) -> list[Case]:
             reverse, state = flags.random() < REVERSE, flags.random() < STATE
             cases[replace(case, reverse=reverse, state=state)] = None
     return list(cases)
+
+
+def kind(case: Case) -> str:
+    """What decides how close to the roofline a case comes, in words."""
+    if case.sequences:
+        return "packed sequences"
+    if case.gates == "channel":
+        return "one gate per channel"
+    contiguous = "time" if case.layout == "time_last" else "channels"
+    many = case.batch * case.channels >= MANY_SCANS
+    scans = f"{MANY_SCANS} scans or more" if many else "fewer scans"
+    row = case.shape[-1] * ITEM_SIZE[case.dtype]
+    return f"contiguous {contiguous}, {scans}, {'misaligned' if row % ALIGNMENT else 'aligned'}"
 
 
 def _one(source: Random) -> Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import jsonschema
@@ -13,7 +14,7 @@ from benching import Capture, document, refusal, schema
 
 from scan_registry.bench import measure
 from scan_registry.bench.measure import QUICK, Bench
-from scan_registry.bench.shares import NAMED, shares
+from scan_registry.bench.shares import NAMED, KindShares, by_kind, shares
 from scan_registry.cli import main
 from scan_registry.kernels.linear_scan.op import random_cases as linear_scan_random
 from scan_registry.kernels.linear_scan.op.bench import BENCHMARK, Case, ScanBenchmark
@@ -77,6 +78,40 @@ def test_the_fastest_of_this_package_counts_in_each_pass() -> None:
     ]
 
 
+def test_means_by_kind() -> None:
+    timings = [
+        timing(0.5, 0),
+        timing(0.1, 0, "another"),
+        timing(0.25, 0, way="backward"),
+        timing(0.125, 3),
+        timing(0.5, 11),
+    ]
+    odd, even = "contiguous time, fewer scans, misaligned", "contiguous time, fewer scans, aligned"
+    assert by_kind(timings, linear_scan_random.kind) == [
+        KindShares(even, 2, {"forward": pytest.approx(0.25)}),
+        KindShares(odd, 1, {"forward": pytest.approx(0.5), "backward": pytest.approx(0.25)}),
+        KindShares(
+            "all", 3, {"forward": pytest.approx(0.5 ** (5 / 3)), "backward": pytest.approx(0.25)}
+        ),
+    ]
+    assert by_kind([], linear_scan_random.kind) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("time_last:3,100,8:float16", "contiguous time, 300 scans or more, aligned"),
+        ("time_last:1,299,7:float16", "contiguous time, fewer scans, misaligned"),
+        ("channel_last:1,12,7:float32", "contiguous channels, fewer scans, aligned"),
+        ("channel_last:60,5,8:float32", "contiguous channels, 300 scans or more, misaligned"),
+        ("channel_last:1,12,7:float32:gates=channel", "one gate per channel"),
+        ("time_last:1,12,7:float32:sequences=2:gates=channel", "packed sequences"),
+    ],
+)
+def test_kinds(case: str, kind: str) -> None:
+    assert BENCHMARK.kind(Case.parse(case)) == kind
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> list[Case]:
     """Random cases that a CPU has soon run."""
@@ -98,6 +133,14 @@ def test_the_document(few: list[Case], capsys: Capture) -> None:
         for one in item["worst"]:
             assert one["ratio"] == pytest.approx(one["roofline_ms"] / one["ms"])
     assert report["timings"][-1]["case"]["reverse"] is True
+
+
+def test_it_prints_means_by_kind(few: list[Case], capsys: Capture) -> None:
+    assert main(["bench", "--device", "cpu", "--random", "3", "--seed", "5"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    rows = lines[lines.index("kind cases forward backward") :]
+    for kind in ("contiguous time, fewer scans, misaligned", "all"):
+        assert any(re.fullmatch(rf"{kind} 3 \d+\.\d\d \d+\.\d\d", row) for row in rows)
 
 
 def test_what_ends_it_leaves_what_was_timed(
