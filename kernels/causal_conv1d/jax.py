@@ -58,18 +58,10 @@ class Options(NamedTuple):
 
 
 def causal_conv1d(
-    x: Any,
-    weight: Any,
-    bias: Any = None,
-    *,
-    initial_state: Any = None,
-    dim: int = -1,
-    cu_seqlens: Any = None,
-    return_final_state: bool = False,
-    activation: str | None = None,
-    backend: Backend = "auto",
-    axis_name: str | None = None,
-) -> Any:
+    x: Any, weight: Any, bias: Any = None, *, initial_state: Any = None, dim: int = -1,
+    cu_seqlens: Any = None, return_final_state: bool = False, activation: str | None = None,
+    backend: Backend = "auto", axis_name: str | None = None,
+) -> Any:  # fmt: skip
     """y[t] = act(bias + Σ weight[width-1-j] · x[t-j]) over j from 0 to width-1, for each channel by itself.
 
     Args:
@@ -306,14 +298,9 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 
 
 def _call(
-    platform: str,
-    direction: Direction,
-    inputs: Any,
-    outputs: dict[str, Outline | None],
-    starts: Any,
-    operands: Arrays,
-    options: Options,
-) -> dict[str, Any] | None:
+    platform: str, direction: Direction, inputs: Any, outputs: dict[str, Outline | None],
+    starts: Any, operands: Arrays, options: Options,
+) -> dict[str, Any] | None:  # fmt: skip
     """What a kernel writes; on a GPU ``partials`` in the place of the gradients of weight and bias."""
     problem = problem_of(direction, operands, options)
     selection = Selection(FAMILY, problem, options.backend, options.lowest)

@@ -19,17 +19,10 @@ Activation = Literal["positive", "identity"]
 
 
 def gated_scan(
-    kind: str,
-    *inputs: Any,
-    initial_state: Any = None,
-    reset: Any = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Any = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-    axis_name: str | None = None,
-) -> Any:
+    kind: str, *inputs: Any, initial_state: Any = None, reset: Any = None, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Any = None, return_final_state: bool = False,
+    backend: Backend = "auto", axis_name: str | None = None,
+) -> Any:  # fmt: skip
     """States of h[t] = gate[t]·h[t-1] + token[t] along ``dim``. ``kind`` says how gate and token follow from the inputs, as in
     ``scan_registry.gated_scan``, which has the table of kinds.
 

@@ -14,12 +14,9 @@ from scan_registry.kernels.model import Family, Problem
 
 
 def select_route(
-    system: System,
-    family: Family,
-    problem: Problem,
-    backend: Backend = "auto",
+    system: System, family: Family, problem: Problem, backend: Backend = "auto",
     lowest: Tier = Tier.REFERENCE,
-) -> Decision:
+) -> Decision:  # fmt: skip
     """The decision for a problem or, where the family poses it otherwise, for that of its copies, if a kernel of no worse tier
     solves that."""
     own = select(system, family, problem, backend, lowest)

@@ -47,18 +47,10 @@ class LRU(ScanLayer):
     operators = ("linear_scan",)
 
     def __init__(
-        self,
-        d_hidden: int,
-        d_model: int,
-        r_min: float = 0.0,
-        r_max: float = 1.0,
-        max_phase: float = 6.28,
-        *,
-        batch_first: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        backend: Backend = "auto",
-    ) -> None:
+        self, d_hidden: int, d_model: int, r_min: float = 0.0, r_max: float = 1.0,
+        max_phase: float = 6.28, *, batch_first: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, backend: Backend = "auto",
+    ) -> None:  # fmt: skip
         check_sizes(d_hidden=d_hidden, d_model=d_model)
         check_positive(max_phase=max_phase)
         radii = r_min, r_max

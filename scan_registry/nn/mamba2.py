@@ -210,26 +210,16 @@ class Mamba2(GeneratingBlock):
     if TYPE_CHECKING:  # spelled out, since pyright does not see the types of ``__call__ = forward``
 
         def __call__(
-            self,
-            u: Tensor,
-            seqlen: int | None = None,
-            seq_idx: Tensor | None = None,
-            cu_seqlens: Tensor | None = None,
-            inference_params: Any = None,
-            *,
+            self, u: Tensor, seqlen: int | None = None, seq_idx: Tensor | None = None,
+            cu_seqlens: Tensor | None = None, inference_params: Any = None, *,
             states: tuple[Tensor, Tensor] | None = None,
-        ) -> Tensor: ...
+        ) -> Tensor: ...  # fmt: skip
 
     def forward(
-        self,
-        u: Tensor,
-        seqlen: int | None = None,
-        seq_idx: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        inference_params: Any = None,
-        *,
+        self, u: Tensor, seqlen: int | None = None, seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, inference_params: Any = None, *,
         states: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """The block's output at every step.
 
         Args:

@@ -55,16 +55,10 @@ class RGLRU(ScanLayer):
     operators = ("rg_lru",)
 
     def __init__(
-        self,
-        width: int,
-        num_heads: int,
-        w_init_variance_scale: float = 1.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        batch_first: bool = True,
+        self, width: int, num_heads: int, w_init_variance_scale: float = 1.0,
+        device: Device = None, dtype: torch.dtype | None = None, *, batch_first: bool = True,
         backend: Backend = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_sizes(width=width, num_heads=num_heads)
         check_divides("num_heads", num_heads, "width", width)
         check_positive(w_init_variance_scale=w_init_variance_scale)

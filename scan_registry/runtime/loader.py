@@ -151,15 +151,9 @@ def system(
 
 
 def decide(
-    ordinal: int | None,
-    family: Family,
-    problem: Problem,
-    backend: Backend,
-    lowest: Tier,
-    pinned: Variant | None = None,
-    *,
-    routed: bool = False,
-) -> Decision:
+    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier,
+    pinned: Variant | None = None, *, routed: bool = False,
+) -> Decision:  # fmt: skip
     """The decision for a problem; if ``routed``, that of its copies where it has a faster route. It looks at archives of
     the best tier first, and at others only if those have no winner. So usually one archive is read.
     """
@@ -175,15 +169,9 @@ def decide(
 
 
 def prepare(
-    ordinal: int | None,
-    family: Family,
-    problem: Problem,
-    backend: Backend,
-    lowest: Tier,
-    pinned: Variant | None = None,
-    *,
-    routed: bool = False,
-) -> Plan:
+    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier,
+    pinned: Variant | None = None, *, routed: bool = False,
+) -> Plan:  # fmt: skip
     """The plan of the best candidate that loads here; with ``pinned``, of that variant. If ``routed``, the plan may be for
     the problem of copies, which ``plan.decision.route`` describes.
 

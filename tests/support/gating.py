@@ -86,14 +86,9 @@ def first_states(
 
 
 def loop(
-    kind: str,
-    *tensors: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    kind: str, *tensors: Tensor, initial_state: Tensor | None = None, reset: Tensor | None = None,
+    dim: int = -1, reverse: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """States and final states in float64."""
     count, _, formula = FORMULAS[kind]
     wide = [t.double() for t in tensors]

@@ -11,14 +11,9 @@ from torch import Tensor
 
 
 def plainly(
-    gates: Tensor,
-    tokens: Tensor,
-    initial_state: Tensor | None = None,
-    *,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Any = None,
-) -> tuple[Tensor, Tensor]:
+    gates: Tensor, tokens: Tensor, initial_state: Tensor | None = None, *, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """States and final states, step by step in float64 or complex128, in operators that torch differentiates."""
     gates, tokens = torch.broadcast_tensors(wide(gates), wide(tokens))
     dtype = torch.promote_types(gates.dtype, tokens.dtype)

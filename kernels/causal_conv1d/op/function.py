@@ -151,20 +151,12 @@ def _convolve_rows(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
-    conv_state_indices: Tensor | None = None,
-    *,
-    dst_conv_state_indices: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    pad_slot_id: int = -1,
-    backend: Backend = "auto",
-) -> Tensor:
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None, *, dst_conv_state_indices: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, num_accepted_tokens: Tensor | None = None,
+    pad_slot_id: int = -1, backend: Backend = "auto",
+) -> Tensor:  # fmt: skip
     """One step of ``causal_conv1d``, or a few, for generation: the last inputs are kept in ``conv_state``.
 
     One launch, which a CUDA graph can record; replays read the indices, bounds and counts anew. It has no derivative. Numbers of

@@ -139,12 +139,9 @@ def _pieces(arguments: Arguments, options: Options) -> Iterator[_Piece]:
 
 
 def backward(
-    arguments: Arguments,
-    options: Options,
-    states_grad: Tensor | None,
-    last_grad: Tensor | None,
+    arguments: Arguments, options: Options, states_grad: Tensor | None, last_grad: Tensor | None,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """The gradients that are wanted, of ``arguments.differentiable``. They are differentiable themselves where derivatives are
     recorded. Gates and tokens are computed again, so the forward pass keeps none."""
     grads = states_grad, last_grad
@@ -173,12 +170,9 @@ def backward(
 
 
 def _backward(
-    arguments: Arguments,
-    options: Options,
-    states_grad: Tensor | None,
-    last_grad: Tensor | None,
+    arguments: Arguments, options: Options, states_grad: Tensor | None, last_grad: Tensor | None,
     wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     count = len(arguments.inputs)
 
     def recompute(leaves: list[Any], _: bool) -> Pairs:

@@ -53,17 +53,10 @@ def gated_scan(
 
 
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | None = None,
-    reset: Tensor | None = None,
-    group: Group = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    kind: str, *inputs: Tensor, initial_state: Tensor | None = None, reset: Tensor | None = None,
+    group: Group = None, dim: int = -1, reverse: bool = False, cu_seqlens: Tensor | None = None,
+    return_final_state: bool = False, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of h[t] = gate[t]·h[t-1] + token[t] along a time dimension that is cut between the ranks of a group.
 
     ``kind`` says how gate and token follow from the inputs, as in ``scan_registry.gated_scan``. Ranks, parts, gradients and

@@ -62,16 +62,10 @@ def gated_scan(
 
 
 def gated_scan(
-    kind: str,
-    *inputs: Tensor,
-    initial_state: Tensor | StateRows | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
-    backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    kind: str, *inputs: Tensor, initial_state: Tensor | StateRows | None = None,
+    reset: Tensor | None = None, dim: int = -1, reverse: bool = False,
+    cu_seqlens: Tensor | None = None, return_final_state: bool = False, backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of h[t] = gate[t]·h[t-1] + token[t] along ``dim``. ``kind`` says how gate and token follow from the inputs.
 
     With σ the sigmoid, and g(x) = x + ½ for x ≥ 0, else σ(x):

@@ -55,18 +55,11 @@ def min_gru(
 
 
 def min_gru(
-    gate: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | StateRows | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
+    gate: Tensor, hidden: Tensor, *, activation: Activation = "positive",
+    initial_state: Tensor | StateRows | None = None, reset: Tensor | None = None, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Tensor | None = None, return_final_state: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of minGRU: with z = σ(gate), h[t] = (1 − z)·h[t-1] + z·g(hidden).
 
     By Feng et al., "Were RNNs all we needed?" (2024), https://arxiv.org/abs/2410.01201, section 3.1 and appendix B.
@@ -107,19 +100,11 @@ def min_lstm(
 
 
 def min_lstm(
-    forget: Tensor,
-    input: Tensor,
-    hidden: Tensor,
-    *,
-    activation: Activation = "positive",
-    initial_state: Tensor | StateRows | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
+    forget: Tensor, input: Tensor, hidden: Tensor, *, activation: Activation = "positive",
+    initial_state: Tensor | StateRows | None = None, reset: Tensor | None = None, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Tensor | None = None, return_final_state: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of minLSTM: with f = σ(forget) / (σ(forget) + σ(input)), h[t] = f·h[t-1] + (1 − f)·g(hidden).
 
     By Feng et al., "Were RNNs all we needed?" (2024), https://arxiv.org/abs/2410.01201, section 3.2 and appendix B. The
@@ -165,19 +150,11 @@ def rg_lru(
 
 
 def rg_lru(
-    x: Tensor,
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    a_param: Tensor,
-    reset: Tensor | None = None,
-    *,
-    initial_state: Tensor | StateRows | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
+    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, a_param: Tensor,
+    reset: Tensor | None = None, *, initial_state: Tensor | StateRows | None = None, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Tensor | None = None, return_final_state: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of RG-LRU, the recurrence of Griffin and RecurrentGemma.
 
     With a = exp(−8·σ(recurrence_gate)·softplus(a_param)), h[t] = a·h[t-1] + √(1 − a²)·σ(input_gate)·x; where ``reset`` is
@@ -228,18 +205,11 @@ def hgrn(
 
 
 def hgrn(
-    x: Tensor,
-    forget: Tensor,
-    lower_bound: Tensor | float | None = None,
-    *,
-    initial_state: Tensor | StateRows | None = None,
-    reset: Tensor | None = None,
-    dim: int = -1,
-    reverse: bool = False,
-    cu_seqlens: Tensor | None = None,
-    return_final_state: bool = False,
+    x: Tensor, forget: Tensor, lower_bound: Tensor | float | None = None, *,
+    initial_state: Tensor | StateRows | None = None, reset: Tensor | None = None, dim: int = -1,
+    reverse: bool = False, cu_seqlens: Tensor | None = None, return_final_state: bool = False,
     backend: Backend = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """States of HGRN: with f = γ + (1 − γ)·σ(forget), h[t] = f·h[t-1] + (1 − f)·silu(x).
 
     By Qin et al., "Hierarchically gated recurrent neural network for sequence modeling" (2023),

@@ -42,17 +42,10 @@ class GatedScan(operator.Operator):
     )
 
     def describe(
-        self,
-        kind: Any,
-        *inputs: Any,
-        initial_state: Any = None,
-        reset: Any = None,
-        dim: Any = -1,
-        reverse: Any = False,
-        cu_seqlens: Any = None,
-        return_final_state: Any = False,
+        self, kind: Any, *inputs: Any, initial_state: Any = None, reset: Any = None, dim: Any = -1,
+        reverse: Any = False, cu_seqlens: Any = None, return_final_state: Any = False,
         backend: Any = "auto",
-    ) -> Mapping[str, operator.KernelCall]:
+    ) -> Mapping[str, operator.KernelCall]:  # fmt: skip
         """The kernel calls by direction. Kind ``linear`` without resets is described by ``linear_scan``."""
         import torch
 

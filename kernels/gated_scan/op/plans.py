@@ -213,13 +213,9 @@ def as_allotted(
 
 
 def backward(
-    arguments: Arguments,
-    states: Tensor,
-    states_grad: Tensor | None,
-    last_grad: Tensor | None,
-    options: Options,
-    wanted: tuple[bool, ...],
-) -> Gradients:
+    arguments: Arguments, states: Tensor, states_grad: Tensor | None, last_grad: Tensor | None,
+    options: Options, wanted: tuple[bool, ...],
+) -> Gradients:  # fmt: skip
     """The gradients that are wanted, of ``arguments.differentiable``. ``states`` are those that ``forward`` returned. At least one
     of ``states_grad`` and ``last_grad`` is not None."""
     if arguments.reset is not None:
@@ -277,14 +273,9 @@ def _backward_of_linear(options: Options, wanted: tuple[bool, ...]) -> Plan:
 
 
 def plan_backward(
-    arguments: Arguments,
-    states: Tensor,
-    states_grad: Tensor | None,
-    last_grad: Tensor | None,
-    options: Options,
-    wanted: tuple[bool, ...],
-    addresses: int,
-) -> Plan | Decision:
+    arguments: Arguments, states: Tensor, states_grad: Tensor | None, last_grad: Tensor | None,
+    options: Options, wanted: tuple[bool, ...], addresses: int,
+) -> Plan | Decision:  # fmt: skip
     """The plan by which a kernel computes the gradients that are wanted. Or the decision, if no kernel fits."""
     first, device = arguments.inputs[0], arguments.inputs[0].device
     others = {"states": states}
