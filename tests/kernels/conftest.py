@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from by_path import load
+
+if TYPE_CHECKING:
+    from scan_registry.kernels.model import Family, Variant
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +26,17 @@ def cuda_emulator(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     module.shared = (base.parent if several else base) / "emulated"
     module.shared.mkdir(exist_ok=True)
     return module
+
+
+@pytest.fixture
+def emulated(cuda_emulator: ModuleType, tmp_path: Path) -> Callable[..., Any]:
+    """A variant of a family's CUDA kernel in the emulator: a function of both, and of the architecture if not the usual."""
+
+    def library(family: Family, variant: Variant, **options: int) -> Any:
+        kernel = family.kernel(variant.kernel, "cuda")
+        return cuda_emulator.emulated(kernel, variant, tmp_path, **options)
+
+    return library
 
 
 @pytest.fixture

@@ -70,14 +70,8 @@ def posed(
     gates = rows if gate_stride is None else replace(rows, batch=0, time=gate_stride)
     others = (rows,) * (len(STRIDED[direction]) - 2)  # type: ignore[index]
     return LinearScanProblem(
-        direction=direction,  # type: ignore[arg-type]
-        layout="channel_last",
-        dtype=dtype,
-        gates_dtype=dtype,
-        outer=1,
-        batch=batch,
-        channels=channels,
-        time=time,
+        *(direction, "channel_last", dtype, dtype),  # type: ignore[arg-type]
+        *(1, batch, channels, time),
         strides=(gates, *others, Strides(0, channels, 1, 0)),
         alignment=alignment,
     )

@@ -333,16 +333,9 @@ def reduction_case(case: Case, layout: Layout, threads: int = 1) -> tuple[Tensor
         "gates_grad": dense,
         "state": (0, 0, 0, 0) if initial is None else initial.stride(),
     }
-    outer, batch, channels, time = case.sizes
     problem = LinearScanProblem(
-        direction="reduction",
-        layout=layout,
-        dtype=case.dtype,
-        gates_dtype=case.gates_dtype,
-        outer=outer,
-        batch=batch,
-        channels=channels,
-        time=time,
+        *("reduction", layout, case.dtype, case.gates_dtype),
+        *case.sizes,
         strides=tuple(Strides(*named[name]) for name in STRIDED["reduction"]),
         alignment=1,
         sequences=0 if case.bounds is None else len(case.bounds) - 1,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -81,12 +82,9 @@ def long(source: str, dtype: str) -> tuple[cases.Trial, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("turn", "variant"), enumerate(_variants()), ids=str)
-def test_matches_the_reference(
-    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
+def test_matches_the_reference(turn: int, variant: Variant, emulated: Callable[..., Any]) -> None:
     """With every option, in whatever order the CTAs and their threads run."""
-    kernel = FAMILY.kernel(variant.kernel, "cuda")
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    library = emulated(FAMILY, variant)
     source, dtype = variant.text("kind"), variant.text("dtype")
     cut = {"ctas_per_column", "prefix_lead"} & {*dict(variant.statics)}
     posed = (*trials(source, dtype), *(long(source, dtype) if cut else ()))

@@ -32,14 +32,8 @@ def posed(
 ) -> GatedScanProblem:
     plane = Strides(0, channels * time, 1, channels)
     return GatedScanProblem(
-        direction=direction,
-        layout="channel_last",
-        dtype=dtype,
-        gates_dtype=dtype,
-        outer=1,
-        batch=batch,
-        channels=channels,
-        time=time,
+        *(direction, "channel_last", dtype, dtype),
+        *(1, batch, channels, time),
         strides=(*(plane,) * (len(STRIDED[direction]) - 1), Strides(0, channels, 1, 0)),
         alignment=16,
         **{"kind": "min_gru", **others},

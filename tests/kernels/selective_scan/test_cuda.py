@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import product
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -47,11 +46,8 @@ def posed(dtype: str) -> tuple[cases.Trial, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("turn", "variant"), enumerate(chosen()), ids=str)
-def test_matches_the_reference(
-    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
+def test_matches_the_reference(turn: int, variant: Variant, emulated: Callable[..., Any]) -> None:
     """With every option, in whatever order the CTAs and their threads run."""
-    kernel = FAMILY.kernel(variant.kernel, "cuda")
-    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    library = emulated(FAMILY, variant)
     dtype = variant.text("dtype")
     check(library, posed(dtype), cases.TOLERANCE[dtype], turn)

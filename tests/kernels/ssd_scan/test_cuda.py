@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -55,29 +54,28 @@ def posed(dtype: str) -> tuple[cases.Trial, ...]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("turn", "variant"), enumerate(chosen()), ids=str)
-def test_matches_the_reference(
-    turn: int, variant: Variant, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
+def test_matches_the_reference(turn: int, variant: Variant, emulated: Callable[..., Any]) -> None:
     """With every option, in whatever order the CTAs and their threads run."""
-    kernel = FAMILY.kernel(variant.kernel, "cuda")
-    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    library = emulated(FAMILY, variant, arch=800)
     dtype = variant.text("dtype")
     check(library, posed(dtype), cases.TOLERANCE[dtype], turn)
 
 
-@pytest.mark.parametrize("states", [64, 256])
-def test_many_chunks_go_through_few_tiles(
-    states: int, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
-    """Where outputs have warpgroups that take turns, and shared memory has tiles of three chunks or four and steps of eight."""
-    kernel = FAMILY.kernel("forward", "cuda")
+def in_bfloat16(kernel: str, **tile: int) -> Variant:
+    """The one variant of such a tile."""
     (variant,) = (
         v
         for v in FAMILY.variants()
-        if (v.kernel, v.text("dtype")) == ("forward", "bfloat16")
-        and (v.number("outputs"), v.number("states")) == (2, states)
+        if (v.kernel, v.text("dtype")) == (kernel, "bfloat16")
+        and all(v.number(name) == value for name, value in tile.items())
     )
-    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    return variant
+
+
+@pytest.mark.parametrize("states", [64, 256])
+def test_many_chunks_go_through_few_tiles(states: int, emulated: Callable[..., Any]) -> None:
+    """Where outputs have warpgroups that take turns, and shared memory has tiles of three chunks or four and steps of eight."""
+    library = emulated(FAMILY, in_bfloat16("forward", outputs=2, states=states), arch=800)
     torch.manual_seed(0)
     trial = cases.draw((1, 1000, 2, 8, 16), cases.SETTINGS[0], "bfloat16", "cpu")
     for seed, case in enumerate(trial.launches("forward")):
@@ -86,18 +84,9 @@ def test_many_chunks_go_through_few_tiles(
 
 
 @pytest.mark.parametrize("states", [64, pytest.param(128, marks=pytest.mark.thorough)])
-def test_many_heads_go_through_few_tiles(
-    states: int, cuda_emulator: ModuleType, tmp_path: Path
-) -> None:
+def test_many_heads_go_through_few_tiles(states: int, emulated: Callable[..., Any]) -> None:
     """Where warpgroups of the backward pass have work of their own: shared memory has tiles of three heads and terms of four."""
-    kernel = FAMILY.kernel("backward", "cuda")
-    (variant,) = (
-        v
-        for v in FAMILY.variants()
-        if (v.kernel, v.text("dtype")) == ("backward", "bfloat16")
-        and (v.number("stages"), v.number("states")) == (3, states)
-    )
-    library = cuda_emulator.emulated(kernel, variant, tmp_path, arch=800)
+    library = emulated(FAMILY, in_bfloat16("backward", stages=3, states=states), arch=800)
     torch.manual_seed(0)
     trial = cases.draw((1, 40, 24, 8, states), cases.SETTINGS[0], "bfloat16", "cpu")
     case = trial.case("backward", aligned=True)
