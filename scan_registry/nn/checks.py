@@ -230,16 +230,12 @@ def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: 
             f"{name}: For {'unbatched 2-D' if len(size) == 2 else 'batched'} input, expected {what} "
             f"to be {len(size)}-D, {size}, got {state.dim()}-D, {tuple(state.shape)}"
         )
-    if tuple(state.shape) != size:
-        raise RuntimeError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
+    reset_checks.expect_size(name, what, state, size, RuntimeError)
     if not _go_together(state, x):
         raise StateDtypeError(
             f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
         )
-    if state.device != x.device:
-        raise RuntimeError(
-            f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
-        )
+    reset_checks.expect_device(name, what, state, x, RuntimeError)
 
 
 def _kind(hx: Any) -> str:

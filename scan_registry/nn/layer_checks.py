@@ -12,6 +12,7 @@ from torch import Tensor
 
 from scan_registry.kernels.gated_scan.op.arguments import check_parameter
 from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype, check_dtype_and_backend
+from scan_registry.nn.reset_checks import expect_device, expect_size
 from scan_registry.ops.checks import refuse_layout
 
 if TYPE_CHECKING:
@@ -105,18 +106,14 @@ def check_bound(module: ScanLayer, bound: Tensor, x: Tensor) -> None:
     name, size = type(module).__name__, (module.channels,)
     if bound.layout != torch.strided or bound.is_nested:
         refuse_layout("lower_bound", bound)
-    if tuple(bound.shape) != size:
-        raise ValueError(f"{name}: Expected lower_bound of size {size}, got {tuple(bound.shape)}")
+    expect_size(name, "lower_bound", bound, size)
     if bound.dtype not in DTYPES:
         raise TypeError(f"{name}: Expected lower_bound of dtype {_DTYPES}, got {bound.dtype}")
     if bound.dtype == torch.float64 and x.dtype != torch.float64:
         raise TypeError(
             f"{name}: Expected lower_bound of dtype {x.dtype} or narrower, got {bound.dtype}"
         )
-    if bound.device != x.device:
-        raise ValueError(
-            f"{name}: Expected lower_bound on the input's device, {x.device}, got {bound.device}"
-        )
+    expect_device(name, "lower_bound", bound, x)
     check_parameter("lower_bound", bound)
 
 
@@ -141,10 +138,8 @@ def check_scale(module: ScanLayer, scale: Any, sizes: Sequence[tuple[int, ...]],
             f"{name}: Expected step_scale to be a number or of size {' or '.join(map(str, sizes))}, got "
             f"{tuple(scale.shape)}"
         )
-    if scale.dim() and scale.device != x.device:
-        raise ValueError(
-            f"{name}: Expected step_scale on the input's device, {x.device}, got {scale.device}"
-        )
+    if scale.dim():
+        expect_device(name, "step_scale", scale, x)
 
 
 def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
@@ -156,12 +151,8 @@ def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
         raise TypeError(f"{name}: Expected state to be a Tensor, got {type(state).__name__}")
     if state.layout != torch.strided or state.is_nested:
         refuse_layout("state", state)
-    if tuple(state.shape) != size:
-        raise ValueError(f"{name}: Expected state of size {size}, got {tuple(state.shape)}")
-    if state.device != x.device:
-        raise ValueError(
-            f"{name}: Expected state on the input's device, {x.device}, got {state.device}"
-        )
+    expect_size(name, "state", state, size)
+    expect_device(name, "state", state, x)
     if not state.is_floating_point() and not (state.is_complex() and module.is_complex):
         kind = "complex or floating-point" if module.is_complex else "floating-point"
         raise TypeError(f"{name}: Expected a {kind} state, got {state.dtype}")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from scan_registry.nn.mamba_checks import check_size
+from scan_registry.nn.reset_checks import expect_device, expect_size
 from scan_registry.ops.checks import check_cu_seqlens
 
 if TYPE_CHECKING:
@@ -94,14 +95,9 @@ def packed_sequences(module: Mamba2, u: Tensor, seq_idx: Any, cu_seqlens: Any) -
             raise TypeError(
                 f"{name}: Expected {what} of dtype torch.int32, torch.int64, got {value.dtype}"
             )
-        if value.device != u.device:
-            raise ValueError(
-                f"{name}: Expected {what} on the input's device, {u.device}, got {value.device}"
-            )
-    if seq_idx is not None and tuple(seq_idx.shape) != (batch, time):
-        raise ValueError(
-            f"{name}: Expected seq_idx of size {(batch, time)}, got {tuple(seq_idx.shape)}"
-        )
+        expect_device(name, what, value, u)
+    if seq_idx is not None:
+        expect_size(name, "seq_idx", seq_idx, (batch, time))
     if cu_seqlens is None:
         return batch
     if batch != 1:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from scan_registry.base.symbols import surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
+from scan_registry.nn.reset_checks import expect_device, expect_size
 from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import (
     as_index,
@@ -238,12 +239,8 @@ def check_states(
     for what, (state, size) in expected.items():
         if not isinstance(state, Tensor):
             raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(state).__name__}")
-        if tuple(state.shape) != size:
-            raise ValueError(f"{name}: Expected {what} of size {size}, got {tuple(state.shape)}")
-        if state.device != x.device:
-            raise ValueError(
-                f"{name}: Expected {what} on the input's device, {x.device}, got {state.device}"
-            )
+        expect_size(name, what, state, size)
+        expect_device(name, what, state, x)
         if state.dtype not in accepted:
             raise TypeError(
                 f"{name}: Expected {what} of dtype {', '.join(map(str, accepted))}, as parameters are of {parameters}, "

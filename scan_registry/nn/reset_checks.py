@@ -1,4 +1,4 @@
-"""What every module refuses as ``reset``."""
+"""What every module refuses: tensors of another size or on another device, and what is no ``reset``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,24 @@ import torch
 from torch import Tensor
 
 from scan_registry.ops.checks import refuse_layout
+
+
+def expect_size(
+    name: str, what: str, tensor: Tensor, size: tuple[int, ...], error: type[Exception] = ValueError
+) -> None:
+    """Refuse another size of the module's argument ``what``."""
+    if tuple(tensor.shape) != size:
+        raise error(f"{name}: Expected {what} of size {size}, got {tuple(tensor.shape)}")
+
+
+def expect_device(
+    name: str, what: str, tensor: Tensor, x: Tensor, error: type[Exception] = ValueError
+) -> None:
+    """Refuse another device than the input's."""
+    if tensor.device != x.device:
+        raise error(
+            f"{name}: Expected {what} on the input's device, {x.device}, got {tensor.device}"
+        )
 
 
 def check_reset(
@@ -28,9 +46,5 @@ def check_reset(
         refuse_layout("reset", reset)
     if reset.dtype != torch.bool:
         raise dtype_error(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
-    if tuple(reset.shape) != size:
-        raise size_error(f"{name}: Expected reset of size {size}, got {tuple(reset.shape)}")
-    if reset.device != x.device:
-        raise size_error(
-            f"{name}: Expected reset on the input's device, {x.device}, got {reset.device}"
-        )
+    expect_size(name, "reset", reset, size, size_error)
+    expect_device(name, "reset", reset, x, size_error)

@@ -62,12 +62,16 @@ class Case(Protocol):
 
 
 class CaseText(NamedTuple):
-    """The parts of ``kind:1,2,3:dtype:name=value``."""
+    """The parts of ``kind:1,2,3:dtype:name=value``, as which it prints."""
 
     kind: str
     sizes: tuple[int, ...]
     dtype: str
-    options: dict[str, str]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = (f"{name}={value}" for name, value in self.options.items())
+        return ":".join([self.kind, ",".join(map(str, self.sizes)), self.dtype, *options])
 
 
 class ParsedCase:
@@ -80,6 +84,26 @@ class ParsedCase:
     def of(cls, parts: CaseText) -> Self | None:
         """The case of these parts, whose options it takes out; None or ``ValueError`` if there is none."""
         raise NotImplementedError
+
+    @property
+    def text(self) -> CaseText:
+        """The parts of which this is the case; of options those that are not as usual."""
+        raise NotImplementedError
+
+    def unlike(self, **usual: Any) -> dict[str, Any]:
+        """The fields of these names that have other values."""
+        return {n: getattr(self, n) for n, value in usual.items() if getattr(self, n) != value}
+
+    def __str__(self) -> str:
+        return str(self.text)
+
+    @property
+    def sizes(self) -> str:
+        return ", ".join(map(str, self.text.sizes))
+
+    @property
+    def options(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.text.options.items())
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -62,12 +62,17 @@ def tokens(device: str, batch: int, time: int = 16) -> Tensor:
     return torch.randint(1, SIZE[2], (batch, time), generator=generator).to(device)
 
 
+def warm_up(run: Any, way: str) -> None:
+    """Take the steps that are taken while a graph is recorded, where none is."""
+    if way != steps.GRAPH:
+        for _ in range(steps.WARM_UPS):
+            run.step()
+
+
 def trained(model: Any, ids: Tensor, way: str) -> list[float]:
     """The losses of steps behind those that are taken while a graph is recorded."""
     training = steps.Training(model.train(), ids, way)
-    if way != steps.GRAPH:
-        for _ in range(steps.WARM_UPS):
-            training.step()
+    warm_up(training, way)
     losses = []
     for _ in range(STEPS):
         training.run()
@@ -78,9 +83,7 @@ def trained(model: Any, ids: Tensor, way: str) -> list[float]:
 def generated(model: Any, prompt: Tensor, way: str) -> list[Any]:
     """Tokens; a graph's first tokens are those that are generated while it is recorded."""
     generation = steps.Generation(model.eval(), prompt, way)
-    if way != steps.GRAPH:
-        for _ in range(steps.WARM_UPS):
-            generation.step()
+    warm_up(generation, way)
     made = []
     for _ in range(NEW):
         generation.run()

@@ -26,6 +26,12 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "S5-bidir": lambda **how: nn.S5(FEATURES, 6, bidir=True, **how),
 }
 
+#: Of blocks on a GPU, with their errors.
+EACH_DTYPE = pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)],
+    ids=str,
+)
 EVERY = pytest.mark.parametrize("name", MAKERS)
 STEPPING = pytest.mark.parametrize("name", [name for name in MAKERS if name != "S5-bidir"])
 

@@ -32,7 +32,7 @@ ON_CPU = ("time_last:2,64,256:float32",)
 
 
 @dataclass(frozen=True)
-class Case(benchmark.SequenceCase, benchmark.ParsedCase):
+class Case(benchmark.ParsedCase, benchmark.SequenceCase):
     """A convolution to time, with a bias and SiLU: ``time_last:8,2048,2048:bfloat16``, batch, channels and time."""
 
     family: ClassVar[str] = "causal_conv1d"
@@ -57,13 +57,10 @@ class Case(benchmark.SequenceCase, benchmark.ParsedCase):
             return None
         return cls(layout, batch, channels, time, dtype, width)
 
-    def __str__(self) -> str:
-        options = f":{self.options.replace(' ', '=')}" if self.options else ""
-        return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
-
     @property
-    def options(self) -> str:
-        return "" if self.width == 4 else f"width {self.width}"
+    def text(self) -> benchmark.CaseText:
+        sizes = self.batch, self.channels, self.time
+        return benchmark.CaseText(self.layout, sizes, self.dtype, self.unlike(width=4))
 
     def moves(self, direction: str) -> tuple[int, int]:
         """x and y; backward x, the gradient of y and that of x."""

@@ -32,7 +32,6 @@ class Network(benchmark.ParsedCase):
     expected: ClassVar[str] = (
         f"cell:heads,units:dtype, where cells are {', '.join(SIZES)} and dtypes {', '.join(DTYPES)}"
     )
-    options: ClassVar[str] = ""
 
     function: Function
     heads: int
@@ -48,8 +47,9 @@ class Network(benchmark.ParsedCase):
         (function,) = (name for name in SIZES if name == word)
         return cls(function, heads, dim, dtype) if dtype in DTYPES and min(heads, dim) > 0 else None
 
-    def __str__(self) -> str:
-        return f"{self.group}:{self.dtype}"
+    @property
+    def text(self) -> benchmark.CaseText:
+        return benchmark.CaseText(self.function, (self.heads, self.dim), self.dtype, {})
 
     @property
     def sizes(self) -> str:

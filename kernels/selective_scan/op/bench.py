@@ -47,7 +47,7 @@ FACTORS = (2.5, 3.0)
 
 
 @dataclass(frozen=True)
-class Case(benchmark.SequenceCase, benchmark.ParsedCase):
+class Case(benchmark.ParsedCase, benchmark.SequenceCase):
     """A scan as in Mamba's blocks, with D, a bias and softplus: ``time_last:8,2048,2048,16:bfloat16``, batch, channels,
     time and states.
 
@@ -79,14 +79,11 @@ class Case(benchmark.SequenceCase, benchmark.ParsedCase):
             return None
         return cls(layout, batch, channels, time, states, dtype, gate, groups)
 
-    def __str__(self) -> str:
-        options = "" if self.gate == GATES[0] else f":gate={self.gate}"
-        options += "" if self.groups == 1 else f":groups={self.groups}"
-        return f"{self.layout}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
-
     @property
-    def sizes(self) -> str:
-        return f"{self.batch}, {self.channels}, {self.time}, {self.states}"
+    def text(self) -> benchmark.CaseText:
+        sizes = self.batch, self.channels, self.time, self.states
+        options = self.unlike(gate=GATES[0], groups=1)
+        return benchmark.CaseText(self.layout, sizes, self.dtype, options)
 
     @property
     def options(self) -> str:

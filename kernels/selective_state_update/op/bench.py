@@ -63,21 +63,10 @@ class Case(benchmark.ParsedCase):
             return None
         return cls(kind, shape, dtype, inputs, tokens)
 
-    def __str__(self) -> str:
-        options = "".join(f":{option.replace(' ', '=')}" for option in self._options())
-        return f"{self.kind}:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
-
     @property
-    def sizes(self) -> str:
-        return ", ".join(map(str, self.shape))
-
-    @property
-    def options(self) -> str:
-        return ", ".join(self._options())
-
-    def _options(self) -> tuple[str, ...]:
-        inputs = () if self.inputs == _INPUTS else (f"inputs {self.inputs}",)
-        return inputs if self.tokens == 1 else (*inputs, f"tokens {self.tokens}")
+    def text(self) -> benchmark.CaseText:
+        options = self.unlike(inputs=_INPUTS, tokens=1)
+        return benchmark.CaseText(self.kind, self.shape, self.dtype, options)
 
     @property
     def group(self) -> str:

@@ -58,13 +58,10 @@ class Case(benchmark.ParsedCase):
             return None
         return cls(batch, time, heads, size, states, dtype, groups)
 
-    def __str__(self) -> str:
-        options = "" if self.groups == 1 else f":groups={self.groups}"
-        return f"dense:{self.sizes.replace(' ', '')}:{self.dtype}{options}"
-
     @property
-    def sizes(self) -> str:
-        return f"{self.batch}, {self.time}, {self.heads}, {self.size}, {self.states}"
+    def text(self) -> benchmark.CaseText:
+        sizes = self.batch, self.time, self.heads, self.size, self.states
+        return benchmark.CaseText("dense", sizes, self.dtype, self.unlike(groups=1))
 
     @property
     def options(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from generating import greedy
 from torch import Tensor
 
 from scan_registry import compat
@@ -238,13 +239,7 @@ def test_generation_is_the_full_pass(
     gemma: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = tokens(device)
-    options = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": NEW,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    options = greedy(ids, NEW)
     model = model_of(gemma, device).eval()
     own = model.generate(ids, **options)
     lengths = []

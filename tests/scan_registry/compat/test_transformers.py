@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from generating import greedy
 from torch import Tensor
 
 from scan_registry import compat
@@ -252,13 +253,7 @@ def test_losses_and_gradients(modules: Modules, kind: str, training: bool, devic
 @pytest.mark.parametrize("kind", MODELS)
 def test_generation_is_the_full_pass(modules: Modules, kind: str, device: str) -> None:
     ids = tokens(device)
-    options = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": NEW,
-        "do_sample": False,
-        "output_logits": True,
-        "return_dict_in_generate": True,
-    }
+    options = greedy(ids, NEW)
     model = modules.model(kind, True, device).eval()
     modules.calls.clear()
     made = model.generate(ids, **options)

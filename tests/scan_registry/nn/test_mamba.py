@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import check_steps_in_a_graph
+from layers import EACH_DTYPE, check_steps_in_a_graph
 from torch import Tensor
 from torch.nn.functional import conv1d, linear, silu, softplus
 
@@ -240,11 +240,7 @@ def test_it_exports_and_is_not_scripted() -> None:
 class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
-    @pytest.mark.parametrize(
-        ("dtype", "tolerance"),
-        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)],
-        ids=str,
-    )
+    @EACH_DTYPE
     def test_it_is_the_block(
         self, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:

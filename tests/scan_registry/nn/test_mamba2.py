@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import check_steps_in_a_graph
+from layers import EACH_DTYPE, check_steps_in_a_graph
 from mamba2_blocks import BOUNDS, LENGTH, block, each_option, given, made, numbers
 from torch import Tensor
 from torch.nn import functional
@@ -343,11 +343,7 @@ def test_it_trains_in_mixed_precision(way: str) -> None:
 class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
-    @pytest.mark.parametrize(
-        ("dtype", "tolerance"),
-        [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 5e-3)],
-        ids=str,
-    )
+    @EACH_DTYPE
     def test_it_is_the_block(
         self, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:

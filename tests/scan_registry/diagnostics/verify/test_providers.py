@@ -34,6 +34,8 @@ from scan_registry.diagnostics import verify
 from scan_registry.runtime.jit import CompileError
 
 Program = Callable[..., str]
+#: The archive in the folder of ``provided``.
+CONTENTS = Path("archives_that_are_verified", "archives", "sm103.scanreg")
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_files_are_those_that_were_installed(
     assert verify.altered(read_provider(provided)) == []
     manifest = provided / "archives_that_are_verified" / "provider.json"
     manifest.write_text('{"schema": 1, "core": ">=0", "denied": []}', encoding="utf-8")
-    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents = provided / CONTENTS
     archive.write(contents, SM103, [], {})
     defects = verify.altered(read_provider(provided))
     assert sorted(str(defect.path) for defect in defects) == sorted(map(str, (contents, manifest)))
@@ -80,7 +82,7 @@ def test_files_are_those_that_were_installed(
 def test_a_missing_archive_is_a_defect(provided: Path, program: Program) -> None:
     """Nothing else tells that it has ever been there."""
     program(provided)
-    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents = provided / CONTENTS
     contents.unlink()
     report = valid(program(provided, "--json", status=1))
     assert report["defects"][0]["path"] == str(contents)
@@ -136,8 +138,7 @@ def test_compiled_again_to_the_same_bytes(provided: Path, program: Program) -> N
 def test_other_bytes_that_nothing_else_tells_of(
     provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
-    first, second = compiled["sm103"]
-    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents, (first, second) = provided / CONTENTS, compiled["sm103"]
     changed = altered(first, first[1] + b"\0")
     archive.write(contents, SM103, [changed, altered(second, dynamic_shared=16)], {})
     record(provided)
@@ -155,8 +156,7 @@ def test_other_bytes_that_nothing_else_tells_of(
 def test_another_compiler_is_no_mismatch(
     provided: Path, compiled: dict[str, list[Entry]], program: Program
 ) -> None:
-    first, second = compiled["sm103"]
-    contents = provided / "archives_that_are_verified" / "archives" / "sm103.scanreg"
+    contents, (first, second) = provided / CONTENTS, compiled["sm103"]
     archive.write(contents, SM103, [altered(first, compiler="nvrtc 1.2.3"), second], {})
     record(provided)
     report = valid(program(provided, "--rebuild", "--json"))

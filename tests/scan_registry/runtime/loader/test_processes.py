@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from loading import COMPILED, Rig, Synthetic, needs_nvrtc
 
 
@@ -73,13 +74,17 @@ def forked(action):
 """
 
 
-def test_a_forked_child_prepares_if_its_parent_has_not_used_the_gpu(
-    rig: Rig, synthetic: Synthetic
-) -> None:
-    """Everything is imported, the catalogue is read, and a thread is in the middle of preparing."""
+@pytest.fixture
+def hopper(rig: Rig, synthetic: Synthetic) -> Rig:
+    """With a GPU, and an archive for it."""
     rig.stub.gpu((9, 0))
     rig.holds("sm90", synthetic("sm90"))
-    report = rig.run(f"""{FORKED}
+    return rig
+
+
+def test_a_forked_child_prepares_if_its_parent_has_not_used_the_gpu(hopper: Rig) -> None:
+    """Everything is imported, the catalogue is read, and a thread is in the middle of preparing."""
+    report = hopper.run(f"""{FORKED}
 prepare(None)
 loader.catalogue()
 held, done = threading.Event(), threading.Event()
@@ -101,13 +106,9 @@ report(child=child, parent=attempt(prepare))
     assert report["parent"]["tier"] == "exact"
 
 
-def test_a_forked_child_is_told_that_cuda_does_not_survive_forks(
-    rig: Rig, synthetic: Synthetic
-) -> None:
+def test_a_forked_child_is_told_that_cuda_does_not_survive_forks(hopper: Rig) -> None:
     """CUDA cannot be used after a fork; the child gets the driver's error and no stale handle."""
-    rig.stub.gpu((9, 0))
-    rig.holds("sm90", synthetic("sm90"))
-    report = rig.run(f"""{FORKED}
+    report = hopper.run(f"""{FORKED}
 before = prepare()
 child = forked(lambda: [attempt(prepare), facts(prepare(None))])
 report(child=child, parent=attempt(prepare), status=run(before))
@@ -117,5 +118,5 @@ report(child=child, parent=attempt(prepare), status=run(before))
     assert "CUDA_ERROR_NOT_INITIALIZED" in first["words"]
     assert second["tier"] == "reference"
     assert (report["parent"]["tier"], report["status"]) == ("exact", 0)
-    processes = {call.process for call in rig.stub.calls("cuLaunchKernel")}
+    processes = {call.process for call in hopper.stub.calls("cuLaunchKernel")}
     assert len(processes) == 1
