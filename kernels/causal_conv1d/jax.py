@@ -11,16 +11,7 @@ import jax.numpy as jnp
 from scan_registry.base.strides import dense_strides
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
-from scan_registry.jax import checks, packing
-from scan_registry.jax.ffi import (
-    CpuFunction,
-    Outline,
-    Selection,
-    call_on_cpu,
-    call_on_gpu,
-    in_order,
-    outline_of,
-)
+from scan_registry.jax import checks, ffi, packing
 from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, Pullback, define
 from scan_registry.kernels.causal_conv1d.problem import (
     DTYPES,
@@ -135,12 +126,15 @@ class _CausalConv1d(Operator):
     roles = (FOLD, SHARED, SHARED, FOLD, SHARED)
     result_roles = (FOLD, FOLD)
 
-    def outlines(self, operands: Arrays, options: Options) -> dict[str, Outline | None]:
+    def outlines(self, operands: Arrays, options: Options) -> dict[str, ffi.Outline | None]:
         of_state = self._state(operands, options)
-        return {"y": outline_of(operands[0]), "final_state": of_state if options.final else None}
+        return {
+            "y": ffi.outline_of(operands[0]),
+            "final_state": of_state if options.final else None,
+        }
 
     @staticmethod
-    def _state(operands: Arrays, options: Options) -> Outline:
+    def _state(operands: Arrays, options: Options) -> ffi.Outline:
         x, weight, _, _, cu_seqlens = operands
         rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return (rows, weight.shape[0], weight.shape[1] - 1), str(x.dtype)
@@ -181,7 +175,7 @@ class _CausalConv1d(Operator):
         outputs = self.outlines(operands, options)
         starts = {"final_state": packing.leaving(operands[3], *of_state, operands[4])}
         written = _call(platform, "forward", _inputs(operands), outputs, starts, operands, options)
-        return in_order(written, outputs)
+        return ffi.in_order(written, outputs)
 
     def run_adjoint(self, platform: str, of: Pullback, options: Options) -> list[Any] | None:
         operands, wanted = of.operands, of.wanted
@@ -195,10 +189,10 @@ class _CausalConv1d(Operator):
             "y_grad": of_y,
             "final_state_grad": of_final,
         }
-        outputs: dict[str, Outline | None] = {
-            "x_grad": outline_of(x),
-            "weight_grad": outline_of(weight) if 1 in wanted else None,
-            "bias_grad": outline_of(weight[:, 0]) if 2 in wanted else None,
+        outputs: dict[str, ffi.Outline | None] = {
+            "x_grad": ffi.outline_of(x),
+            "weight_grad": ffi.outline_of(weight) if 1 in wanted else None,
+            "bias_grad": ffi.outline_of(weight[:, 0]) if 2 in wanted else None,
             "initial_state_grad": of_state if 3 in wanted else None,
         }
         starts = {"initial_state_grad": packing.leaving(of_final, *of_state, operands[4])}
@@ -298,16 +292,16 @@ _POINTERS: dict[Direction, tuple[str, ...]] = {
 
 
 def _call(
-    platform: str, direction: Direction, inputs: Any, outputs: dict[str, Outline | None],
+    platform: str, direction: Direction, inputs: Any, outputs: dict[str, ffi.Outline | None],
     starts: Any, operands: Arrays, options: Options,
 ) -> dict[str, Any] | None:  # fmt: skip
     """What a kernel writes; on a GPU ``partials`` in the place of the gradients of weight and bias."""
     problem = problem_of(direction, operands, options)
-    selection = Selection(FAMILY, problem, options.backend, options.lowest)
+    selection = ffi.Selection(FAMILY, problem, options.backend, options.lowest)
     if platform == "cpu":
         sizes = problem.batch, problem.channels, problem.time, problem.width, problem.sequences
         strides = [step for own in problem.strides for step in vars(own).values()]
-        function = CpuFunction(
+        function = ffi.CpuFunction(
             f"causal_conv1d_{direction}",
             _POINTERS[direction],
             (problem.dtype, str(operands[1].dtype)),
@@ -315,9 +309,9 @@ def _call(
             (),
             selection,
         )
-        return call_on_cpu(function, inputs, outputs, starts)
+        return ffi.call_on_cpu(function, inputs, outputs, starts)
 
-    def in_pieces(scalars: Any) -> dict[str, Outline | None]:
+    def in_pieces(scalars: Any) -> dict[str, ffi.Outline | None]:
         sums = outputs.get("weight_grad") or outputs.get("bias_grad")
         others = {n: o for n, o in outputs.items() if n not in ("weight_grad", "bias_grad")}
         if sums is None:
@@ -325,7 +319,7 @@ def _call(
         shape = problem.batch * scalars["pieces"], problem.width + 1, problem.channels
         return {**others, "partials": (shape, "float32")}
 
-    return call_on_gpu(selection, inputs, in_pieces, starts)
+    return ffi.call_on_gpu(selection, inputs, in_pieces, starts)
 
 
 convolve = define(_CausalConv1d())

@@ -13,7 +13,7 @@ from scan_registry.base.strides import dense_strides
 from scan_registry.base.tensor_facts import TensorFacts
 from scan_registry.dispatch.fit import Tier
 from scan_registry.dispatch.select import Backend
-from scan_registry.jax import checks, packing
+from scan_registry.jax import checks, packing, primitives
 from scan_registry.jax.ffi import (
     CpuFunction,
     Outline,
@@ -23,15 +23,7 @@ from scan_registry.jax.ffi import (
     in_order,
     outline_of,
 )
-from scan_registry.jax.primitives import (
-    FOLD,
-    SHARED,
-    Arrays,
-    Operator,
-    Pullback,
-    compute_dtype,
-    define,
-)
+from scan_registry.jax.primitives import FOLD, SHARED, Arrays, Operator, Pullback, define
 from scan_registry.kernels.gated_scan.jax_gates import GATES
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.op import calls
@@ -78,14 +70,16 @@ class GatedScan(Operator):
     @staticmethod
     def _state(operands: Arrays, options: Options) -> Outline:
         sequences = packing.sequences_of(operands[-1])
-        return state_shape(operands[0].shape, options.dim, sequences), compute_dtype(operands[0])
+        return state_shape(operands[0].shape, options.dim, sequences), primitives.compute_dtype(
+            operands[0]
+        )
 
     def bounds(self, groups: Sequence[Arrays], options: Options) -> tuple[int, int] | None:
         return len(self.roles) - 1, groups[0][0].shape[options.dim]
 
     def gates(self, operands: Arrays, options: Options) -> tuple[Any, Any]:
         """Gates and tokens of all steps, in the dtype of the computation."""
-        reset, compute = operands[self.end + 1], compute_dtype(operands[0])
+        reset, compute = operands[self.end + 1], primitives.compute_dtype(operands[0])
         parameters = operands[self.count : self.end]
         of_channels = [p if options.dim == -2 else p[:, None] for p in parameters]
         at = None if reset is None else jnp.expand_dims(reset, -1 if options.dim == -2 else -2)

@@ -36,6 +36,7 @@ from scan_registry.kernels.rnn.problem import SIZES, Clips, Function
 Tensors = Sequence[Tensor]
 #: The most that k's logarithm can be: only where n is 0 is it above 0, and there it must stay finite.
 _MOST_LOG = 60.0
+_UNCLIPPED = Clips()
 
 
 class Step(NamedTuple):
@@ -210,15 +211,10 @@ def step_back(
 
 
 def forward(
-    function: Function,
-    inputs: Tensor,
-    recurrent: Tensor,
-    bias: Tensor,
-    initial: Tensor | None = None,
-    clips: Clips = Clips(),  # noqa: B008
-    reset: Tensor | None = None,
+    function: Function, inputs: Tensor, recurrent: Tensor, bias: Tensor,
+    initial: Tensor | None = None, clips: Clips = _UNCLIPPED, reset: Tensor | None = None,
     reset_states: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """States (states, B, T, N, D) and cache (B, T, cache, N, D), in the dtype of ``inputs``; torch can
     differentiate it, once or more, in both modes. There must be a step."""
     sizes, compute = SIZES[function], compute_dtype(inputs.dtype)
@@ -242,18 +238,11 @@ def forward(
 
 
 def backward(
-    function: Function,
-    recurrent: Tensor,
-    states: Tensor,
-    initial: Tensor | None,
-    cache: Tensor,
-    states_grad: Tensor,
-    final_grad: Tensor | None = None,
-    clips: Clips = Clips(),  # noqa: B008
-    cache_grad: Tensor | None = None,
-    reset: Tensor | None = None,
+    function: Function, recurrent: Tensor, states: Tensor, initial: Tensor | None, cache: Tensor,
+    states_grad: Tensor, final_grad: Tensor | None = None, clips: Clips = _UNCLIPPED,
+    cache_grad: Tensor | None = None, reset: Tensor | None = None,
     reset_states: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """gates_grad (B, T, bias, N, D), initial_grad (states, B, N, D), and where there are ``reset_states``
     their gradient; in the dtype of ``states``.
 

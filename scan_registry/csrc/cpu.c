@@ -4,7 +4,7 @@
  * Families share
  *   cpu_arguments.h   between Python's arguments and numbers
  *   cpu_threads.h     the threads that run tasks
- *   cpu_levels.h      one body, compiled for each level
+ *   cpu_levels.h      one body, compiled for each level, by cpu_level.h
  *   cpu_convert.h     conversions and transposes
  *   cpu_types.h       element types
  */

@@ -36,13 +36,15 @@ UNUSED static int fail(const char *format, ...) {
     return -1;
 }
 
+/* Null with a TypeError that says so if it is no str. */
+UNUSED static const char *text_of(PyObject *name, const char *otherwise) {
+    if (PyUnicode_Check(name)) return PyUnicode_AsUTF8AndSize(name, NULL);
+    PyErr_SetString(PyExc_TypeError, otherwise);
+    return NULL;
+}
+
 UNUSED static int type_named(PyObject *name) {
-    if (!PyUnicode_Check(name)) {
-        PyErr_SetString(PyExc_TypeError, "dtype and gates_dtype must be str");
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *text = PyUnicode_AsUTF8AndSize(name, &length);
+    const char *text = text_of(name, "dtype and gates_dtype must be str");
     if (!text) return -1;
     for (int i = 0; i < TYPES; i++)
         if (!strcmp(text, types[i].name)) return i;

@@ -9,6 +9,13 @@ typedef struct {
 } LEVEL(View);
 #define View LEVEL(View)
 
+/* Of a tensor (batch, channels, time), from a channel of a batch on. */
+INLINE View LEVEL(view_of)(char *at, int type, const int64_t *stride, int64_t batch,
+                           int64_t channel) {
+    if (at) at = offset(offset(at, batch, stride[0]), channel, stride[1]);
+    return (View){at, type, stride[1], stride[2]};
+}
+
 INLINE void LEVEL(widen)(int type, void *wide, const void *narrow, int64_t n) {
     if (type == FLOAT32)
         memcpy(wide, narrow, (size_t)n * 4);

@@ -9,13 +9,7 @@
 #define TARGET
 #define VECTOR 16
 #define AVX2 0
-#include LEVEL_BODY
-#undef INLINE
-#undef LEVEL
-#undef LEVEL_NAME
-#undef TARGET
-#undef VECTOR
-#undef AVX2
+#include "cpu_level.h"
 
 #if defined(__x86_64__)
 #define LEVEL(name) name##_avx2
@@ -23,13 +17,7 @@
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define VECTOR 32
 #define AVX2 1
-#include LEVEL_BODY
-#undef INLINE
-#undef LEVEL
-#undef LEVEL_NAME
-#undef TARGET
-#undef VECTOR
-#undef AVX2
+#include "cpu_level.h"
 #endif
 
 /* The levels' variants of one thing, in order. */

@@ -43,8 +43,7 @@ class LRU(ScanLayer):
         TypeError, ValueError: an argument is not as described.
     """
 
-    is_complex = True
-    operators = ("linear_scan",)
+    is_complex, operators = True, ("linear_scan",)
 
     def __init__(
         self, d_hidden: int, d_model: int, r_min: float = 0.0, r_max: float = 1.0,

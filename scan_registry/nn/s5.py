@@ -173,8 +173,7 @@ class S5(ScanLayer):
         TypeError, ValueError: an argument is not as described.
     """
 
-    is_complex = True
-    operators = ("linear_scan",)
+    is_complex, operators = True, ("linear_scan",)
 
     def __init__(
         self,

@@ -4,10 +4,7 @@
 
 TARGET static View LEVEL(view)(const Scan *scan, int which, int64_t batch, int64_t channel) {
     const Tensor *tensor = &scan->tensor[which];
-    View view = {tensor->at, tensor->type, tensor->stride[1], tensor->stride[2]};
-    if (view.at)
-        view.at = offset(offset(view.at, batch, tensor->stride[0]), channel, tensor->stride[1]);
-    return view;
+    return LEVEL(view_of)(tensor->at, tensor->type, tensor->stride, batch, channel);
 }
 
 INLINE int LEVEL(is_panel)(const View *view, int64_t lanes) {

@@ -59,35 +59,46 @@ TARGET static void LEVEL(multiply)(const float *a, int64_t pitch, int64_t rows, 
     }
 }
 
-/* Panels of one head that begin at a unit. Forward, one for each gate: the columns are new units,
- * the rows previous ones. */
+/* Where a task packs panels: those of one head that begin at a unit. */
+typedef struct {
+    int64_t head, unit, columns, gates;
+    float *at;
+} LEVEL(Panels);
+
+INLINE LEVEL(Panels) LEVEL(panels_of)(const Network *net, int64_t task) {
+    const int64_t dim = net->dim, blocks = ceil_div(dim, PANEL), unit = task % blocks * PANEL;
+    const int64_t gates = cells[net->cell].recurrent, columns = smaller(PANEL, dim - unit);
+    float *const at = net->panels + task * gates * dim * PANEL;
+    return (LEVEL(Panels)){task / blocks, unit, columns, gates, at};
+}
+
+/* Forward, one panel for each gate: the columns are new units, the rows previous ones. */
 TARGET static void LEVEL(pack_forward_task)(const void *problem, int64_t task, char *scratch) {
     const Network *const net = problem;
-    const int64_t dim = net->dim, blocks = ceil_div(dim, PANEL);
-    const int64_t head = task / blocks, unit = task % blocks * PANEL;
-    const int64_t columns = smaller(PANEL, dim - unit), gates = cells[net->cell].recurrent;
-    float *panel = net->panels + task * gates * dim * PANEL;
+    const LEVEL(Panels) panels = LEVEL(panels_of)(net, task);
+    const int64_t dim = net->dim;
     (void)scratch;
-    for (int64_t gate = 0; gate < gates; gate++, panel += dim * PANEL) {
-        if (columns < PANEL) memset(panel, 0, (size_t)(dim * PANEL) * 4);
-        const float *const from = net->recurrent + ((gate * net->heads + head) * dim + unit) * dim;
-        LEVEL(transpose_4)((char *)panel, PANEL * 4, (const char *)from, (ptrdiff_t)dim * 4, columns,
-                           dim);
+    for (int64_t gate = 0; gate < panels.gates; gate++) {
+        float *const panel = panels.at + gate * dim * PANEL;
+        if (panels.columns < PANEL) memset(panel, 0, (size_t)(dim * PANEL) * 4);
+        const int64_t row = (gate * net->heads + panels.head) * dim + panels.unit;
+        const char *const from = (const char *)(net->recurrent + row * dim);
+        LEVEL(transpose_4)((char *)panel, PANEL * 4, from, (ptrdiff_t)dim * 4, panels.columns, dim);
     }
 }
 
 /* Backward, one panel: the columns are previous units, the rows gates, and new units of each. */
 TARGET static void LEVEL(pack_backward_task)(const void *problem, int64_t task, char *scratch) {
     const Network *const net = problem;
-    const int64_t dim = net->dim, blocks = ceil_div(dim, PANEL);
-    const int64_t head = task / blocks, unit = task % blocks * PANEL;
-    const int64_t columns = smaller(PANEL, dim - unit), gates = cells[net->cell].recurrent;
-    float *panel = net->panels + task * gates * dim * PANEL;
+    const LEVEL(Panels) panels = LEVEL(panels_of)(net, task);
+    const int64_t dim = net->dim;
+    float *panel = panels.at;
     (void)scratch;
-    if (columns < PANEL) memset(panel, 0, (size_t)(gates * dim * PANEL) * 4);
-    for (int64_t gate = 0; gate < gates; gate++) {
-        const float *from = net->recurrent + (gate * net->heads + head) * dim * dim + unit;
+    if (panels.columns < PANEL) memset(panel, 0, (size_t)(panels.gates * dim * PANEL) * 4);
+    for (int64_t gate = 0; gate < panels.gates; gate++) {
+        const int64_t row = (gate * net->heads + panels.head) * dim;
+        const float *from = net->recurrent + row * dim + panels.unit;
         for (int64_t k = 0; k < dim; k++, from += dim, panel += PANEL)
-            memcpy(panel, from, (size_t)columns * 4);
+            memcpy(panel, from, (size_t)panels.columns * 4);
     }
 }

@@ -77,12 +77,7 @@ static int run_network(Network *net, int backward, int64_t threads) {
 /* --- Arguments -------------------------------------------------------------------------------- */
 
 static int cell_named(PyObject *name) {
-    if (!PyUnicode_Check(name)) {
-        PyErr_SetString(PyExc_TypeError, "cell must be a str");
-        return -1;
-    }
-    Py_ssize_t length;
-    const char *text = PyUnicode_AsUTF8AndSize(name, &length);
+    const char *text = text_of(name, "cell must be a str");
     if (!text) return -1;
     for (int i = 0; i < CELLS; i++)
         if (!strcmp(text, cells[i].name)) return i;
