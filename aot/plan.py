@@ -90,20 +90,29 @@ def tunings_for(kernel: Kernel, arch: Target) -> tuple[Tuning, ...]:
 def _borrowed(kernel: Kernel, tuning: Tuning, arch: Target) -> Tuning:
     """What is taken over from another GPU: of the variants that archives hold and there is room for, few that are near the
     fastest. If default variants were timed on one problem of a kind, or none, they serve that kind."""
-    rules = kernel.rules
-    serving = {
-        kernel.label(v)
-        for v in kernel.every
-        if rules.serves(v.statics, arch) and rules.ships(v.statics, arch)
-    }
     usual = {kernel.label(variant) for variant in kernel.by_text.values()}
     kept = dict[str, set[str]]()
-    for kind in tuning.kinds:
-        rows = [{k: t for k, t in row.times.items() if k in serving} for row in tuning.rows(kind)]
-        problems = [times for times in rows if times]
+    for kind, problems in _serving_times(kernel, tuning, arch).items():
         has_usual = any(label.startswith(f"{kind},") for label in usual)
         if sum(not usual.isdisjoint(times) for times in problems) > 1 or (
             problems and not has_usual
         ):
             kept[kind] = set(fewest(problems, BORROWED))
     return tuning.only(kept)
+
+
+def _serving_times(
+    kernel: Kernel, tuning: Tuning, arch: Target
+) -> Mapping[str, list[dict[str, float]]]:
+    """By kind, the times of each problem by those variants alone that serve and ship for ``arch``."""
+    rules = kernel.rules
+    serving = {
+        kernel.label(v)
+        for v in kernel.every
+        if rules.serves(v.statics, arch) and rules.ships(v.statics, arch)
+    }
+    rows = {
+        kind: [{k: t for k, t in row.times.items() if k in serving} for row in tuning.rows(kind)]
+        for kind in tuning.kinds
+    }
+    return {kind: [times for times in timed if times] for kind, timed in rows.items()}

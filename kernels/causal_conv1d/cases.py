@@ -199,19 +199,11 @@ class Trial(cases.RandomTrial[Setting]):
         batch, channels, time = self.shape
         x = there(self.inputs["x"])[..., : 1 if aligned else 30 if packed else min(3, time)]
         x = _placed(x, layout, aligned or layout == "channel_last")
-        steps, device = x.shape[2], x.device
+        steps = x.shape[2]
         sequences = setting.sequences if packed else batch
-        # Inputs of Mamba's states lie together by four, or by three.
-        length = (
-            setting.width - (not setting.bias or setting.width != 4)
-            if aligned
-            else setting.width + 2
-        )
         slots = sequences if aligned else 2 * sequences + 2
-        state = torch.randn(slots, channels, length).to(x.dtype).to(device)
-        if not aligned:
-            state = _placed(state, "channel_last", True)
-        rows = UpdateRows() if aligned else self._rows(sequences, slots, steps, packed, device)
+        state = self._drawn_state(slots, aligned, x)
+        rows = UpdateRows() if aligned else self._rows(sequences, slots, steps, packed, x.device)
         weight, bias = self.inputs["weight"], self.inputs["bias"]
         after = state.double()
         filters = there(weight).double(), None if bias is None else bias.double()
@@ -225,12 +217,11 @@ class Trial(cases.RandomTrial[Setting]):
             **{name: getattr(rows, name) for name in rows._fields[:-1]},
             "y": out,
         }
-        bounds = rows.cu_seqlens
         problem = UpdateProblem(
             self.dtype,
             *(batch, channels, steps, setting.width),
             slots=slots,
-            length=length,
+            length=state.shape[2],
             strides=(
                 Strides(*x.stride()),
                 Strides(*there(tensors["state"]).stride()),
@@ -240,7 +231,7 @@ class Trial(cases.RandomTrial[Setting]):
             wide_weights=setting.wide and self.dtype != "float32",
             sequences=sequences if packed else 0,
             pad_slot_id=rows.pad_slot_id,
-            wide_bounds=bounds is not None and bounds.dtype == torch.int64,
+            wide_bounds=getattr(rows.cu_seqlens, "dtype", None) == torch.int64,
             alignment=common_alignment(
                 t.data_ptr()
                 for name in ("x", "state", "weight", "bias", "y")
@@ -249,6 +240,15 @@ class Trial(cases.RandomTrial[Setting]):
             in_order=rows.positions is None and rows.accepted is None,
         )
         return Case(problem, tensors, {"y": y, "state": after})
+
+    def _drawn_state(self, slots: int, aligned: bool, x: Tensor) -> Tensor:
+        """Like x. Inputs of Mamba's states lie together by four, or by three."""
+        setting, channels = self.setting, self.shape[1]
+        if aligned:
+            length = setting.width - (not setting.bias or setting.width != 4)
+            return torch.randn(slots, channels, length).to(x.dtype).to(x.device)
+        state = torch.randn(slots, channels, setting.width + 2).to(x.dtype).to(x.device)
+        return _placed(state, "channel_last", True)
 
     def _rows(
         self, sequences: int, slots: int, steps: int, packed: bool, device: torch.device

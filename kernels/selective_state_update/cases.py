@@ -107,6 +107,16 @@ _COLUMNS = 3
 _TIED = {"dt": 2, "A": 1, "D": 1, "bias": 1}
 
 
+def _strides(tensors: Mapping[str, Tensor | None]) -> Iterator[int]:
+    """As problems have them. States are written where they are read, unless to others."""
+    for name, dimensions in DIMENSIONS.items():
+        tensor = tensors[name]
+        if tensor is None and name == "dst_state":
+            tensor = tensors["state"]
+        strides = () if tensor is None else tensor.stride()
+        yield from (*strides, *[0] * len(dimensions))[: len(dimensions)]
+
+
 class RoundedCase(Case):
     """An output that is narrower than the states counts by the tolerance of its own dtype."""
 
@@ -136,11 +146,6 @@ class Trial(cases.RandomTrial[Setting]):
         tensors["out"] = torch.full_like(x, torch.nan)
         batch, heads, channels, states = self.shape
         unit = 16 // state.element_size()
-        strides: list[int] = []
-        for name, dimensions in DIMENSIONS.items():
-            tensor = tensors[name]
-            of = tensor if tensor is not None or name != "dst_state" else state
-            strides += [0] * len(dimensions) if of is None else (*of.stride(), 0)[: len(dimensions)]
         formatted = (tensors[name] for name in FORMATTED)
         wide = [
             (tensor := tensors[name]) is not None and tensor.dtype == torch.int64
@@ -155,7 +160,7 @@ class Trial(cases.RandomTrial[Setting]):
             groups=there(tensors["B"]).shape[1],
             slots=state.shape[0],
             dtypes=tuple(_name((x if t is None else t).dtype) for t in formatted),
-            strides=tuple(strides),
+            strides=tuple(_strides(tensors)),
             softplus=self.setting.softplus,
             aligned=aligned and states % unit == 0,
             in_pieces=aligned and channels % 8 == 0,
@@ -205,25 +210,15 @@ def _dtype_of(name: str, number: int, dtype: str, setting: Setting) -> torch.dty
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths."""
     batch, heads, channels, states = shape
-    groups = setting.groups if (heads if heads > 1 else channels) % setting.groups == 0 else 1
+    rows = heads if heads > 1 else channels
+    groups = 1 if rows % setting.groups else setting.groups
     columns = _COLUMNS if setting.drafted else 1
     slots = batch * columns + 2 if setting.indexed else batch
     lengths = torch.randint(0, 7, (batch,)) if setting.tokens else torch.ones(batch).long()
     lengths[0] = 6 if setting.tokens else 1
     tokens = int(lengths.sum())
 
-    sizes = torch.randn(tokens, heads, channels) - 3
-    drawn: dict[str, Tensor | None] = {
-        "state": torch.randn(slots, heads, channels, states),
-        "x": torch.randn(tokens, heads, channels),
-        "dt": sizes if setting.softplus else sizes.exp(),
-        "A": -torch.rand(heads, channels, states) * 8 - 0.02,
-        "B": torch.randn(tokens, groups, states),
-        "C": torch.randn(tokens, groups, states),
-        "D": torch.randn(heads, channels) if setting.gated else None,
-        "z": torch.randn(tokens, heads, channels) if setting.gated else None,
-        "bias": torch.rand(heads, channels) / 2 if setting.gated else None,
-    }
+    drawn = _draw_tensors((slots, heads, channels, states), tokens, groups, setting)
     inputs: dict[str, Tensor | None] = {}
     for number, (name, value) in enumerate(drawn.items()):
         tensor = None if value is None else value.to(_dtype_of(name, number, dtype, setting))
@@ -244,6 +239,25 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
         on_device(inputs, device),
         on_device(expected, device),
     )
+
+
+def _draw_tensors(
+    shape: Shape, tokens: int, groups: int, setting: Setting
+) -> dict[str, Tensor | None]:
+    """In float32; ``shape`` is that of the state."""
+    _, heads, channels, states = shape
+    sizes = torch.randn(tokens, heads, channels) - 3
+    return {
+        "state": torch.randn(shape),
+        "x": torch.randn(tokens, heads, channels),
+        "dt": sizes if setting.softplus else sizes.exp(),
+        "A": -torch.rand(heads, channels, states) * 8 - 0.02,
+        "B": torch.randn(tokens, groups, states),
+        "C": torch.randn(tokens, groups, states),
+        "D": torch.randn(heads, channels) if setting.gated else None,
+        "z": torch.randn(tokens, heads, channels) if setting.gated else None,
+        "bias": torch.rand(heads, channels) / 2 if setting.gated else None,
+    }
 
 
 def _draw_slots(state: Tensor, batch: int, setting: Setting) -> dict[str, Tensor | None]:

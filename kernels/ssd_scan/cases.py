@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from typing import cast
@@ -136,15 +136,25 @@ class Trial(cases.Trial):
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
         small blocks of states, and without what need not be asked for."""
-        direction = cast("Direction", kernel)
+        direction, tensors = cast("Direction", kernel), self._inputs(aligned)
+        problem = self._problem(direction, tensors, aligned)
+        names = [name for name in OUTPUTS[direction] if aligned or name not in _OPTIONAL]
+        expected = {n: self.expected[n] for n in names if n in self.expected}
+        tensors |= {name: None for name in _OPTIONAL if name in OUTPUTS[direction]}
+        for name, value in expected.items():
+            tensors[name] = self._poisoned(name, value, problem)
+        return Case(problem, tensors, expected, self.occupied, self.terms)
+
+    def _problem(
+        self, direction: Direction, tensors: Mapping[str, Tensor | None], aligned: bool
+    ) -> SSDScanProblem:
         batch, time, heads, size, states = self.shape
         groups = there(self.inputs["B"]).shape[2]
         low, high = _limits(self.setting)
-        tensors = self._inputs(aligned)
         large = states > SMALL_BLOCK and self.dtype != "float32" and aligned
         in_splits = direction == "backward" and not aligned
         cu_seqlens = self.inputs["cu_seqlens"]
-        problem = SSDScanProblem(
+        return SSDScanProblem(
             *(direction, self.dtype),
             *(batch, time, heads, groups, size, states),
             strides=tuple(
@@ -162,12 +172,6 @@ class Trial(cases.Trial):
             splits=min(2, heads // groups) if in_splits else 1,
             block=BLOCK if large else SMALL_BLOCK,
         )
-        names = [name for name in OUTPUTS[direction] if aligned or name not in _OPTIONAL]
-        expected = {n: self.expected[n] for n in names if n in self.expected}
-        tensors |= {name: None for name in _OPTIONAL if name in OUTPUTS[direction]}
-        for name, value in expected.items():
-            tensors[name] = self._poisoned(name, value, problem)
-        return Case(problem, tensors, expected, self.occupied, self.terms)
 
     def _inputs(self, aligned: bool) -> dict[str, Tensor | None]:
         tensors = dict(self.inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from scan_registry.hardware.target import Target
     from scan_registry.kernels.cases import Trial
     from scan_registry.kernels.model import Family, Kernel
+    from scan_registry.ops.operator import Operator
 
 CPU = "cpu"
 #: Elements of the largest problem on the CPU, where the float64 reference takes most of the time.
@@ -271,18 +272,12 @@ def _on_cpu(
             skipped[f"{family.name} in {dtype}"] = f"only {only} was asked for"
             continue
         tell(dtype)
-        errors: dict[str, list[float]] = {}
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
         compiled = family.compiled_for_cpu(dtype)
         shapes = cases.QUICK if compiled else cases.QUICK[:2]
         shapes = tuple(s for s in shapes if (s if isinstance(s, int) else prod(s)) <= _MOST_ON_CPU)
-        with _one_thread() as all_threads:
-            for trial in cases.trials(dtype, shapes, CPU):
-                for kernel in (name for name, reason in why_not.items() if reason is None):
-                    case = trial.case(kernel, aligned=False)
-                    with all_threads():
-                        operator.run_on_cpu(case.problem, case.tensors)
-                    errors.setdefault(kernel, []).append(case.error())
+        kernels = [name for name, reason in why_not.items() if reason is None]
+        errors = _errors_on_cpu(operator, kernels, cases.trials(dtype, shapes, CPU))
         for kernel, kernel_errors in errors.items():
             yield Result(
                 family=family.name,
@@ -295,6 +290,21 @@ def _on_cpu(
                 error=max(kernel_errors),
                 tolerance=tolerance,
             )
+
+
+def _errors_on_cpu(
+    operator: Operator, kernels: Sequence[str], trials: Iterable[Trial]
+) -> Mapping[str, Sequence[float]]:
+    """Of every trial by each kernel."""
+    errors: dict[str, list[float]] = {}
+    with _one_thread() as all_threads:
+        for trial in trials:
+            for kernel in kernels:
+                case = trial.case(kernel, aligned=False)
+                with all_threads():
+                    operator.run_on_cpu(case.problem, case.tensors)
+                errors.setdefault(kernel, []).append(case.error())
+    return errors
 
 
 @contextmanager

@@ -257,9 +257,9 @@ def decided(
         if call.after_fused not in (None, is_fused):
             continue
         of = family(operator.family_of(call))
-        posed, fused = call.alternatives(backend), call.fused() if there.device else None
-        ready = posed if call.after_fused else ((fused, posed[0][1]),) if fused is not None else ()
-        if ready:  # for kernels that need not be compiled; after a fused one, torch does the rest where there is none
+        posed = call.alternatives(backend)
+        # After a fused kernel, torch does the rest where there is none.
+        if ready := _ready(call, posed, there):
             decision = select_first(there, of, ready, min(lowest, Tier.PTX))
             if decision.launches:
                 is_fused = True
@@ -276,6 +276,16 @@ def decided(
             decision = select_first(there, family(other), inner.alternatives(backend), lowest)
             steps.append(_step(f"{step}, {other}", inner, decision))
     return Explanation(name, there.device, tuple(steps), problem)
+
+
+def _ready(
+    call: KernelCall, posed: tuple[tuple[Any, Any], ...], there: System
+) -> tuple[tuple[Any, Any], ...]:
+    """What is posed to kernels that need not be compiled; nothing if they are not asked."""
+    if call.after_fused:
+        return posed
+    fused = call.fused() if there.device else None
+    return () if fused is None else ((fused, posed[0][1]),)
 
 
 def _step(name: str, call: KernelCall, decision: Decision) -> Step:

@@ -362,8 +362,8 @@ def _batch(
     wanted = None if derivative is None else derivative.wanted
     roles = _roles(operator, present, wanted is not None)
     of_results = operator.result_roles if wanted is None else [operator.roles[i] for i in wanted]
-    shared = any(d is not None and role == SHARED for d, role in zip(dims, roles, strict=True))
-    shared |= wanted is not None and SHARED in of_results
+    mapped = [role for d, role in zip(dims, roles, strict=True) if d is not None]
+    shared = SHARED in (mapped if wanted is None else [*mapped, *of_results])
     if shared or not operator.folds(grouped(arrays, present)[0]):
         return _one_by_one(of, arrays, dims, present, options)
     if wanted is not None:
@@ -374,11 +374,15 @@ def _batch(
         further = tuple(_further_outline(*outline, size, role) for outline, role in pairs)
         options = derivative._replace(outlines=further)
     results = of(grouped(batched, present), options)
-    apart = [
-        r.reshape(size, r.shape[0] // size, *r.shape[1:]) if role == FOLD else r
-        for r, role in zip(results, of_results, strict=False)
-    ]
+    apart = [_apart(*own, size) for own in zip(results, of_results, strict=False)]
     return apart, [0] * len(apart)
+
+
+def _apart(result: Any, role: str, size: int) -> Any:
+    """A result with the further dimension in front, whatever its role."""
+    if role != FOLD:
+        return result
+    return result.reshape(size, result.shape[0] // size, *result.shape[1:])
 
 
 def _roles(operator: Operator, present: Any, adjoint: bool) -> list[str]:

@@ -48,29 +48,38 @@ def gated_norm(
     """
     _check_tensors(x, weight, bias, z)
     _check_options(eps, group_size, norm_before_gate)
-    features = x.shape[-1] if x.dim() else 0
-    size = features if group_size is None else group_size
-    if size < 1 or features % size:
-        raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
-    if z is bias is None and size == features and not centered and weight.dtype == x.dtype:
+    size = _size_of_groups(x, group_size)
+    if z is bias is None and size == x.shape[-1] and not centered and weight.dtype == x.dtype:
         return rms_norm(x, (size,), weight, eps)  # which computes in float32, too
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     gate = None if z is None else silu(z.to(dtype))
     # A product with the gate is in its dtype.
     y = x * gate if gate is not None and not norm_before_gate else x.to(dtype)
-    wide = weight.to(dtype)
-    if size == features and not centered:  # one group: torch's norm multiplies by the weight, too
-        y = rms_norm(y, (size,), wide, eps)
-    else:
-        groups = y.unflatten(-1, (features // size, size))
-        if centered:
-            groups = groups - groups.mean(-1, keepdim=True)
-        y = rms_norm(groups, (size,), None, eps).flatten(-2) * wide
+    y = _norm_of_groups(y, weight.to(dtype), size, eps, centered)
     if bias is not None:
         y = y + bias.to(dtype)
     if gate is not None and norm_before_gate:
         y = y * gate
     return y.to(x.dtype)
+
+
+def _size_of_groups(x: Tensor, group_size: int | None) -> int:
+    features = x.shape[-1] if x.dim() else 0
+    size = features if group_size is None else group_size
+    if size < 1 or features % size:
+        raise ValueError(f"group_size is {size}; it must divide the {features} features of x")
+    return size
+
+
+def _norm_of_groups(y: Tensor, weight: Tensor, size: int, eps: float, centered: bool) -> Tensor:
+    """Groups of the last dimension over the roots of their mean squares, times ``weight``."""
+    features = y.shape[-1]
+    if size == features and not centered:  # torch's norm multiplies by the weight, too
+        return rms_norm(y, (size,), weight, eps)
+    groups = y.unflatten(-1, (features // size, size))
+    if centered:
+        groups = groups - groups.mean(-1, keepdim=True)
+    return rms_norm(groups, (size,), None, eps).flatten(-2) * weight
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None, z: Tensor | None) -> None:

@@ -107,12 +107,8 @@ def make_kernel_call(
         "out": torch.empty_like(x, device="meta"),
     }
     heads = state.shape[1] if state.dim() == 4 else 1
-    unit = 16 // state.element_size()
     formatted = (named[name] for name in FORMATTED)
-    columns = max(
-        tensor.shape[1] if tensor is not None and tensor.dim() == 2 else 0
-        for tensor in (arguments.indices, arguments.dst_indices)
-    )
+    columns = max(map(_columns, (arguments.indices, arguments.dst_indices)))
     problem = StepProblem(
         dtype=dtype_name(state.dtype),
         batch=_batch(arguments),
@@ -126,19 +122,13 @@ def make_kernel_call(
             stride for name in DIMENSIONS for stride in _strides(name, named[name], state)
         ),
         softplus=bool(softplus),
-        aligned=addresses % 16 == 0
-        and state.shape[-1] % unit == 0
-        and all(
-            _in_chunks(named[name], unit)
-            for name in _CHUNKED
-            if name != "A" or arguments.A.stride(-1) != 0
-        ),
+        aligned=addresses % 16 == 0 and _is_aligned(arguments),
         in_pieces=addresses_of_pieces % 16 == 0
         and all(_in_chunks(named[name], 8) for name in _PIECES if named[name] is not None),
         wide_indices=_is_wide(arguments.indices),
         dst_slots=None if arguments.dst_state is None else arguments.dst_state.shape[0],
         pad_slot=pad_slot,
-        served=pad_slot >= 0 or columns > 0 or any(t is not None for t in arguments[_SERVED:]),
+        served=pad_slot >= 0 or columns > 0 or _is_served(arguments),
         tokens=None if arguments.cu_seqlens is None else x.shape[0],
         columns=max(1, columns),
         every_token=_is_every_token(arguments),
@@ -149,6 +139,25 @@ def make_kernel_call(
         ),
     )
     return KernelCall(problem)
+
+
+def _is_aligned(arguments: Arguments) -> bool:
+    """Whether all that kernels read in chunks can be read so, if its addresses allow it."""
+    state, A = arguments.state, arguments.A
+    unit = 16 // state.element_size()
+    chunked = [name for name in _CHUNKED if name != "A" or A.stride(-1) != 0]
+    whole = state.shape[-1] % unit == 0
+    return whole and all(_in_chunks(getattr(arguments, name), unit) for name in chunked)
+
+
+def _is_served(arguments: Arguments) -> bool:
+    """Whether there is what servers add."""
+    return any(tensor is not None for tensor in arguments[_SERVED:])
+
+
+def _columns(indices: Tensor | None) -> int:
+    """Of indices of two dimensions; 0 where they have none."""
+    return indices.shape[1] if indices is not None and indices.dim() == 2 else 0
 
 
 def _is_wide(integers: Tensor | None) -> bool:

@@ -51,29 +51,30 @@ def check_slots(
         check_bounds(cu_seqlens, x.shape[0], whole=False)
     in_place = dst_indices is None
     if _is_readable(indices, 1, 2):
-        check_rows(
-            "state_batch_indices",
-            _used(indices, cu_seqlens) if in_place else indices.flatten(),
-            state,
-            pad_slot,
-            unique=in_place,
-        )
-    target = state if dst_state is None else dst_state
+        used = _used(indices, cu_seqlens) if in_place else indices.flatten()
+        check_rows("state_batch_indices", used, state, pad_slot, unique=in_place)
+    target, pool = (state, "the state") if dst_state is None else (dst_state, "dst_state")
     if _is_readable(dst_indices, 1, 2):
-        name = "the state" if dst_state is None else "dst_state"
         used = _used(dst_indices, cu_seqlens)
-        check_rows("dst_state_batch_indices", used, target, pad_slot, pool=name)
-    if _is_readable(num_accepted, 1) and len(num_accepted) and _is_readable(indices, 2):
-        most, least = int(num_accepted.max()), int(num_accepted.min())
-        if least < 0 or most > indices.shape[1]:
-            raise ValueError(
-                f"num_accepted_tokens has the number {least if least < 0 else most}; accepted are 0 to {indices.shape[1]}, "
-                "as many as state_batch_indices has columns"
-            )
+        check_rows("dst_state_batch_indices", used, target, pad_slot, pool=pool)
+    _check_accepted(num_accepted, indices)
     if (not in_place or _is_readable(indices, 2)) and _is_same_pool(state, target):
-        name = "state_batch_indices" if in_place else "dst_state_batch_indices"
-        written = indices if in_place else dst_indices
+        name, written = "dst_state_batch_indices", dst_indices
+        if in_place:
+            name, written = "state_batch_indices", indices
         _check_readers(name, indices, written, num_accepted, cu_seqlens, pad_slot)
+
+
+def _check_accepted(num_accepted: Any, indices: Any) -> None:
+    """Refuse more tokens accepted than there are slots, and numbers below 0."""
+    if not (_is_readable(num_accepted, 1) and len(num_accepted) and _is_readable(indices, 2)):
+        return
+    most, least = int(num_accepted.max()), int(num_accepted.min())
+    if least < 0 or most > indices.shape[1]:
+        raise ValueError(
+            f"num_accepted_tokens has the number {least if least < 0 else most}; accepted are 0 to {indices.shape[1]}, "
+            "as many as state_batch_indices has columns"
+        )
 
 
 def _is_same_pool(state: Tensor, target: Any) -> bool:
