@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from layers import BATCH, EVERY, FEATURES, LENGTH, MAKERS, STEPPING
 from torch import Tensor
 
@@ -250,15 +251,13 @@ class TestOnAGpu:
         with torch.no_grad():
             expected, last = m(x, return_final_state=True)
             state, now = torch.zeros_like(last), x[:, 0].clone()
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                m.step(now, state)  # which loads what a graph cannot
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+
+            def step() -> Tensor:
                 y, after = m.step(now, state)
                 state.copy_(after)
+                return y
+
+            graph, y = recorded(step)
             state.zero_()
             outputs = []
             for token in x.unbind(1):

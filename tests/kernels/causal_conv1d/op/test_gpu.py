@@ -202,9 +202,7 @@ def test_an_update_is_one_launch() -> None:
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     assert kernels == ["causal_conv1d_update"]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = update()
+    graph, captured = recorded(update)
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         kept = state.clone()

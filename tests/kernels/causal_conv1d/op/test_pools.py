@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 from torch.nn import functional
 
@@ -342,10 +343,7 @@ def test_a_graph_reads_rows_and_counts_anew() -> None:
             num_accepted_tokens=accepted,
         )
 
-    update(pool.clone())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = update(pool)
+    graph, captured = recorded(lambda: update(pool))
     for _ in range(4):
         x.copy_(torch.randn_like(x))
         rows.copy_(torch.randperm(SLOTS)[:sequences])

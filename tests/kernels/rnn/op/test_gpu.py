@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from graphs import recorded
 
 import scan_registry
 from scan_registry import nn, rnn
@@ -136,10 +137,7 @@ def test_same_bits_from_run_to_run(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_in_a_graph(backend):
     inputs = draw("lstm", 7, 70, 2, 64, grad=False)
-    rnn(*inputs, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        states, _ = rnn(*inputs, backend=backend)
+    graph, (states, _) = recorded(lambda: rnn(*inputs, backend=backend))
     for seed in range(2):
         torch.manual_seed(seed)
         inputs[0].copy_(torch.randn_like(inputs[0]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from torch import Tensor
 
 from scan_registry import linear_scan_step, selective_state_update
@@ -93,9 +94,7 @@ def test_graphs_record_it() -> None:
     outputs = [selective_state_update(**given, dt_softplus=True) for _ in range(3)]
     after = given["state"].clone()
     given["state"].copy_(before)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = selective_state_update(**given, dt_softplus=True)
+    graph, out = recorded(lambda: selective_state_update(**given, dt_softplus=True), warm_ups=0)
     assert torch.equal(given["state"], before)
     for each in outputs:
         graph.replay()
@@ -176,10 +175,7 @@ def test_slots_change_between_replays_of_a_graph(shape: Any) -> None:
         "num_accepted_tokens",
         "cu_seqlens",
     )
-    selective_state_update(**call)  # what is loaded the first time
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = selective_state_update(**call)
+    graph, out = recorded(lambda: selective_state_update(**call))
     for bounds in ([0, 1, 2, 3, 8], [0, 0, 0, 8, 8], [0, 2, 4, 6, 8]):
         call["state_batch_indices"].copy_(torch.randperm(16, device="cuda")[:12].view(4, 3))
         call["dst_state_batch_indices"].copy_(torch.randperm(18, device="cuda")[:12].view(4, 3))

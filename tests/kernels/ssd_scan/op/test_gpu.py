@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import recorded
 from ssd_problems import NAMES, draw, gradients_of
 from torch import Tensor
 
@@ -152,9 +153,7 @@ def test_time_of_few_heads_is_cut(dtype: torch.dtype) -> None:
 def test_a_cuda_graph_records_a_call(time: int) -> None:
     problem = on_gpu(draw(1, time, 2, 64, 1, 64, dtype=torch.bfloat16))
     expected = run(**problem)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(**problem)
+    graph, results = recorded(lambda: run(**problem))
     for result in results:
         result.zero_()
     graph.replay()
