@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
 from scan_registry.jax.primitives import compute_dtype
-from scan_registry.kernels.gated_scan.jax_operator import Options, scan_of
+from scan_registry.kernels.gated_scan.jax_operator import scan_of
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import DTYPES
-from scan_registry.kernels.linear_scan.jax import linear_scan, state_shape
+from scan_registry.kernels.linear_scan.jax import Options, linear_scan, state_shape
 
 ACCEPTED = (*DTYPES, "float64")
 Activation = Literal["positive", "identity"]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from scan_registry.base.strides import dense_strides
 from scan_registry.base.tensor_facts import TensorFacts
-from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks, packing, primitives
 from scan_registry.jax.ffi import (
     CpuFunction,
@@ -34,18 +32,8 @@ from scan_registry.kernels.gated_scan.problem import (
     GatedScanProblem,
 )
 from scan_registry.kernels.gated_scan.spec import FAMILY
-from scan_registry.kernels.linear_scan.jax import state_shape
+from scan_registry.kernels.linear_scan.jax import Options, state_shape
 from scan_registry.ops import _cpu
-
-
-class Options(NamedTuple):
-    """The arguments that are no arrays. ``dim`` is -1 or -2; ``lowest`` is the lowest tier that was allowed."""
-
-    dim: int
-    reverse: bool
-    final: bool
-    backend: Backend
-    lowest: Tier
 
 
 class GatedScan(Operator):

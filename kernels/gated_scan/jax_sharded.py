@@ -6,7 +6,8 @@ from typing import Any
 
 from scan_registry.jax.primitives import Arrays
 from scan_registry.jax.sharded import Part, run_over
-from scan_registry.kernels.gated_scan.jax_operator import Options, operator_of, scan_of
+from scan_registry.kernels.gated_scan.jax_operator import operator_of, scan_of
+from scan_registry.kernels.linear_scan.jax import Options
 
 
 def scan_over(kind: str, operands: Arrays, axis_name: str, options: Options) -> list[Any]:

@@ -271,12 +271,9 @@ def problem_of(
 
 
 def _launch(
-    problem: SelectiveScanProblem,
-    of: Operands,
-    options: Options,
-    inputs: Mapping[str, Any],
+    problem: SelectiveScanProblem, of: Operands, options: Options, inputs: Mapping[str, Any],
     outputs: Mapping[str, Outline | None],
-) -> dict[str, Any] | None:
+) -> dict[str, Any] | None:  # fmt: skip
     selection = Selection(FAMILY, problem, options.backend, options.lowest)
     return call_on_gpu(selection, inputs, lambda scalars: outputs)
 

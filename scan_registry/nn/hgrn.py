@@ -147,13 +147,9 @@ class HGRN(ScanLayer):
         return self._run(x, *how, lower_bound=lower_bound)
 
     def step(
-        self,
-        x: Tensor,
-        state: Tensor | None = None,
-        *,
-        lower_bound: Tensor | float | None = None,
+        self, x: Tensor, state: Tensor | None = None, *, lower_bound: Tensor | float | None = None,
         reset: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """One step, for generation: what a call on the whole sequence gives there.
 
         Args:

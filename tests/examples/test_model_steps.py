@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -62,33 +62,28 @@ def tokens(device: str, batch: int, time: int = 16) -> Tensor:
     return torch.randint(1, SIZE[2], (batch, time), generator=generator).to(device)
 
 
-def warm_up(run: Any, way: str) -> None:
-    """Take the steps that are taken while a graph is recorded, where none is."""
+def results(run: Any, way: str, count: int, result: Callable[[Any], Any]) -> list[Any]:
+    """Those of steps behind the ones that are taken while a graph is recorded."""
     if way != steps.GRAPH:
         for _ in range(steps.WARM_UPS):
             run.step()
+    every = []
+    for _ in range(count):
+        run.run()
+        every.append(result(run))
+    return every
 
 
 def trained(model: Any, ids: Tensor, way: str) -> list[float]:
-    """The losses of steps behind those that are taken while a graph is recorded."""
+    """The losses."""
     training = steps.Training(model.train(), ids, way)
-    warm_up(training, way)
-    losses = []
-    for _ in range(STEPS):
-        training.run()
-        losses.append(float(training.loss))
-    return losses
+    return results(training, way, STEPS, lambda run: float(run.loss))
 
 
 def generated(model: Any, prompt: Tensor, way: str) -> list[Any]:
-    """Tokens; a graph's first tokens are those that are generated while it is recorded."""
+    """Tokens."""
     generation = steps.Generation(model.eval(), prompt, way)
-    warm_up(generation, way)
-    made = []
-    for _ in range(NEW):
-        generation.run()
-        made.append(generation.token.tolist())
-    return made
+    return results(generation, way, NEW, lambda run: run.token.tolist())
 
 
 @EVERY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,41 +33,22 @@ SSD: Any = (
 )
 
 
-def update(flag: Any) -> Any:
+def update(**flag: Any) -> Any:
     x, rows = torch.ones(2, 3), torch.ones(2, 4)
-    return selective_state_update(
-        torch.ones(2, 3, 4), x, x, -torch.ones(3, 4), rows, rows, dt_softplus=flag
-    )
+    return selective_state_update(torch.ones(2, 3, 4), x, x, -torch.ones(3, 4), rows, rows, **flag)
 
 
-FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "warp.scan_forward": ("reverse", lambda flag: warp.scan_forward(*PAIR, reverse=flag)),
-    "ref.scan": ("reverse", lambda flag: ref.scan(*PAIR, reverse=flag)),
-    "ref.scan of an operator": (
-        "reverse",
-        lambda flag: ref.scan(*PAIR, add=torch.maximum, reverse=flag),
-    ),
-    "causal_conv1d_fn": (
-        "return_final_states",
-        lambda flag: causal_conv1d_fn(*CONV, return_final_states=flag),
-    ),
-    "selective_scan_fn": (
-        "delta_softplus",
-        lambda flag: selective_scan_fn(*SCAN, delta_softplus=flag),
-    ),
-    "selective_scan_fn with its state": (
-        "return_last_state",
-        lambda flag: selective_scan_fn(*SCAN, return_last_state=flag),
-    ),
+#: By name a flag, and a function that takes it.
+FLAGS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "warp.scan_forward": ("reverse", partial(warp.scan_forward, *PAIR)),
+    "ref.scan": ("reverse", partial(ref.scan, *PAIR)),
+    "ref.scan of an operator": ("reverse", partial(ref.scan, *PAIR, add=torch.maximum)),
+    "causal_conv1d_fn": ("return_final_states", partial(causal_conv1d_fn, *CONV)),
+    "selective_scan_fn": ("delta_softplus", partial(selective_scan_fn, *SCAN)),
+    "selective_scan_fn, state": ("return_last_state", partial(selective_scan_fn, *SCAN)),
     "selective_state_update": ("dt_softplus", update),
-    "mamba_chunk_scan_combined": (
-        "dt_softplus",
-        lambda flag: mamba_chunk_scan_combined(*SSD, dt_softplus=flag),
-    ),
-    "mamba_chunk_scan_combined with its states": (
-        "return_final_states",
-        lambda flag: mamba_chunk_scan_combined(*SSD, return_final_states=flag),
-    ),
+    "ssd": ("dt_softplus", partial(mamba_chunk_scan_combined, *SSD)),
+    "ssd, state": ("return_final_states", partial(mamba_chunk_scan_combined, *SSD)),
 }
 
 
@@ -75,14 +57,14 @@ FLAGS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_what_is_no_flag_is_refused(function: str, wrong: Any) -> None:
     name, call = FLAGS[function]
     with pytest.raises(TypeError, match=f"{name} is .*; it must be a bool"):
-        call(wrong)
+        call(**{name: wrong})
 
 
 @pytest.mark.parametrize("function", FLAGS)
 def test_0_and_1_are_flags(function: str) -> None:
-    _, call = FLAGS[function]
+    name, call = FLAGS[function]
     for number in (0, 1):
-        torch.testing.assert_close(call(number), call(bool(number)))
+        torch.testing.assert_close(call(**{name: number}), call(**{name: bool(number)}))
 
 
 ZEROS = torch.zeros

@@ -26,7 +26,7 @@ for original in ("mamba_ssm", "causal_conv1d"):
     if importlib.util.find_spec(original) is not None:
         pytest.skip(f"{original} itself is installed here", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("exact_convolutions")]
 
 DEVICES = [
     "cpu",
@@ -210,11 +210,6 @@ def modules() -> Iterator[Modules]:
     yield Modules(own, ours, calls)
     for kind in MODELS:
         sys.modules.pop(f"transformers.models.{kind}.modeling_{kind}", None)
-
-
-@pytest.fixture(autouse=True)
-def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def tokens(device: str, seed: int = 1) -> Tensor:

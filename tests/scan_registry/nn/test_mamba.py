@@ -241,10 +241,8 @@ class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
     @EACH_DTYPE
-    def test_it_is_the_block(
-        self, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    @pytest.mark.usefixtures("exact_convolutions")
+    def test_it_is_the_block(self, dtype: torch.dtype, tolerance: float) -> None:
         torch.manual_seed(0)
         m = nn.Mamba(64, bias=True, device="cuda", dtype=dtype)
         exact = copy.deepcopy(m).double().cpu()
