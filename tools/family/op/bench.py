@@ -20,7 +20,6 @@ class Case(ParsedCase):
     """A product to time: ``vector:1000:float32``."""
 
     family: ClassVar[str] = "scale"
-    options: ClassVar[str] = ""
     expected: ClassVar[str] = "vector:size:float32"
 
     size: int
@@ -31,16 +30,13 @@ class Case(ParsedCase):
         word, (size,), dtype, _ = parts
         return cls(size, dtype) if (word, dtype) == ("vector", "float32") and size > 0 else None
 
-    def __str__(self) -> str:
-        return f"{self.group}:{self.size}:{self.dtype}"
+    @property
+    def text(self) -> CaseText:
+        return CaseText("vector", (self.size,), self.dtype, {})
 
     @property
     def time(self) -> int:
         return self.size
-
-    @property
-    def sizes(self) -> str:
-        return str(self.size)
 
     @property
     def group(self) -> str:
