@@ -149,15 +149,7 @@ class Mamba(GeneratingBlock):
 
     def extra_repr(self) -> str:
         """The sizes, and what else is not the default."""
-        parts = [
-            f"{self.d_model}, d_state={self.d_state}, d_conv={self.d_conv}, expand={self.expand}"
-        ]
-        parts.append(f"dt_rank={self.dt_rank}")
-        if self.layer_idx is not None:
-            parts.append(f"layer_idx={self.layer_idx}")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend!r}")
-        return ", ".join(parts)
+        return self._extra(f"dt_rank={self.dt_rank}")
 
     if TYPE_CHECKING:  # spelled out, since pyright does not see the types of ``__call__ = forward``
 

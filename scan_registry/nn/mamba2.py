@@ -189,17 +189,8 @@ class Mamba2(GeneratingBlock):
 
     def extra_repr(self) -> str:
         """The sizes, and what else is not the default."""
-        parts = [
-            f"{self.d_model}, d_state={self.d_state}, d_conv={self.d_conv}, expand={self.expand}",
-            f"headdim={self.headdim}, ngroups={self.ngroups}",
-        ]
-        if self.d_ssm != self.d_inner:
-            parts.append(f"d_ssm={self.d_ssm}")
-        if self.layer_idx is not None:
-            parts.append(f"layer_idx={self.layer_idx}")
-        if self.backend != "auto":
-            parts.append(f"backend={self.backend!r}")
-        return ", ".join(parts)
+        part = [] if self.d_ssm == self.d_inner else [f"d_ssm={self.d_ssm}"]
+        return self._extra(f"headdim={self.headdim}, ngroups={self.ngroups}", *part)
 
     @property
     def state_sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

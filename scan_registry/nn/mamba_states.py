@@ -22,7 +22,9 @@ class GeneratingBlock(Exports):
     """A block that keeps the last inputs of its convolution and the states of its scan."""
 
     d_model: int
+    d_state: int
     d_conv: int
+    expand: float
     layer_idx: int | None
     backend: Backend
     in_proj: nn.Linear
@@ -42,6 +44,13 @@ class GeneratingBlock(Exports):
             self, weights: Any, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
         ) -> Tensor:
             """The output of one step, (batch, 1, d_model); the states are changed in place."""
+
+    def _extra(self, *parts: str) -> str:
+        """What ``extra_repr`` says: the sizes that all have, ``parts``, and what of the rest is not the default."""
+        sizes = f"d_state={self.d_state}, d_conv={self.d_conv}, expand={self.expand}"
+        more = [] if self.layer_idx is None else [f"layer_idx={self.layer_idx}"]
+        more += [] if self.backend == "auto" else [f"backend={self.backend!r}"]
+        return ", ".join([f"{self.d_model}, {sizes}", *parts, *more])
 
     def step(
         self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
