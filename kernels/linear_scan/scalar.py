@@ -95,8 +95,8 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
     """Why a kernel that scans misaligned columns serially is faster, if one takes the problem: rows have to lie alike in all
-    tensors for that."""
-    if not problem.congruent():
+    tensors for that, and gates to change with time."""
+    if not problem.congruent() or problem.has_one_gate():
         return None
     if problem.channels <= _NARROW_ROW and problem.time > 1:
         return None

@@ -158,7 +158,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         "VARLEN": int(access == "varlen"),
         "MAY_RESET": _may_reset(variant),
         "MISALIGNED": int(streams.takes_misaligned(variant)),
-        **({"EACH_GATE": 1} if streams.is_wide(variant) else {}),
+        **({} if streams.takes_one_gate(variant) else {"EACH_GATE": 1}),
         **({"NARROW": 1, "AREA": narrow.AREA} if access == space.NARROW else {}),
         **({"CONSTANT_GATE": 1} if access == space.CONSTANT_GATE else {}),
         # The first row of each scan in a tile starts a new one.

@@ -64,16 +64,19 @@ def is_column_serial(variant: Variant) -> bool:
     return "lanes_across" in dict(variant.statics)
 
 
-def is_wide(variant: Variant) -> bool:
-    """Whether a CTA has a column of 128 channels. Such binaries take gates that change with time alone: code for one gate of all steps
-    would double their size, and narrower columns are faster there."""
-    return rings.is_wide(dict(variant.statics))
+def takes_one_gate(variant: Variant) -> bool:
+    """Whether it takes rows or channels that have one gate for all time steps."""
+    statics = dict(variant.statics)
+    if not is_column_serial(variant):
+        return True
+    direction: Direction = "forward" if variant.kernel.endswith("forward") else "backward"
+    return rings.takes_one_gate(direction, variant.text("dtype"), variant.text("access"), statics)
 
 
 def sums(variant: Variant) -> bool:
     """Whether a backward variant can sum the gradient of gates over time."""
     if is_column_serial(variant):
-        return not is_wide(variant)
+        return takes_one_gate(variant)
     if variant.text("access") == VARLEN:
         return False
     if variant.kernel.startswith("time_last"):
@@ -124,7 +127,7 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     if not fits_rows(variant, problem):
         chunk = problem.chunk()
         return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
-    if is_wide(variant) and problem.has_one_gate():
+    if problem.has_one_gate() and not takes_one_gate(variant):
         return "each channel has one gate for all time steps"
     return refuses(variant, problem)
 

@@ -21,7 +21,7 @@ __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress"
 SIZE, SMALL = 1 << 21, 1 << 18
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
-PLAIN, OFTEN = 26 << 10, 8
+PLAIN, OFTEN = 26 << 10, 20
 #: The most bytes of an uncompressed part of a chunk; the byte that marks such a part, and the byte that says that no
 #: part follows.
 _PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"

@@ -13,6 +13,8 @@ from contiguous_channels import DIRECTIONS, posed
 from in_turn import in_turn
 from selecting import like
 
+from scan_registry.aot.plan import plan
+from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels.linear_scan import cases, streams
 from scan_registry.kernels.linear_scan.spec import FAMILY
 
@@ -90,23 +92,38 @@ def test_one_gate_may_have_a_gradient_for_each_step(
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("channels", [2048, 2049])
-def test_columns_of_128_channels_have_a_gate_for_each_step(direction: str, channels: int) -> None:
-    """Binaries with code for one gate, too, are twice as large, and never the fastest."""
+def test_some_columns_have_a_gate_for_each_step(direction: str, channels: int) -> None:
+    """Binaries with code for one gate, too, are twice as large, and these are seldom the fastest."""
     kernel = FAMILY.kernel(f"channel_last_{direction}", "cuda")
-    variant = next(
+    variants = [
         v
         for v in kernel.every
-        if streams.is_wide(v)
+        if not streams.takes_one_gate(v)
         and v.text("dtype") == "bfloat16"
         and (v.text("access") == "misaligned") == bool(channels % 8)
-    )
+    ]
+    assert len({v.number("vector") for v in variants}) > 1
     case = f"8,4096,{channels}:bfloat16"
-    assert kernel.rules.accepts(variant, posed(case, direction)) is None
     problem = posed(case, direction, gate_stride=0)
-    assert kernel.rules.accepts(variant, problem) is not None
-    if direction == "backward":
-        assert kernel.rules.accepts(variant, replace(problem, sums=True)) is not None
+    for variant in variants:
+        assert kernel.rules.accepts(variant, posed(case, direction)) is None
+        assert kernel.rules.accepts(variant, problem) is not None
+        if direction == "backward":
+            assert kernel.rules.accepts(variant, replace(problem, sums=True)) is not None
     assert any(kernel.rules.accepts(v, problem) is None for v in kernel.variants)
+
+
+def test_every_archive_has_columns_for_one_gate() -> None:
+    archs = tuple(map(Target.parse, RELEASED))
+    for arch, jobs in plan(archs).items():
+        columns = [job.variant for job in jobs if "lanes_across=" in str(job.variant)]
+        taking = {
+            (v.kernel, v.text("dtype"))
+            for v in columns
+            if v.text("access") == "aligned" and streams.takes_one_gate(v)
+        }
+        every = {(v.kernel, v.text("dtype")) for v in columns if v.text("access") == "aligned"}
+        assert taking == every, arch.label
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
