@@ -169,8 +169,10 @@ class LinearScanProblem:
         )
 
     def folds(self) -> bool:
-        """Whether in every tensor one stride leads from each channel to the next, whatever its batch."""
-        return self.batch == 1 or all(s.batch == s.channel * self.channels for s in self.strides)
+        """Whether in every tensor one stride leads from each channel to the next, whatever its batch. A row's only gate may lie
+        anywhere."""
+        strides = self.strides[self.one_gate_a_row() :]
+        return self.batch == 1 or all(s.batch == s.channel * self.channels for s in strides)
 
     def whole_chunks(self, elements: int) -> bool:
         """Whether every row starts at, and consists of, whole chunks of ``elements``."""

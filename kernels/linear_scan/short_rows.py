@@ -74,10 +74,12 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 def _is_faster_for_aligned(problem: LinearScanProblem) -> bool:
     """Whether rows have one gate, and no variant for aligned rows is fast: backward none that sums the gate's gradient where rows are
-    short, and forward none if the gates of rows do not follow one another."""
+    short, and forward few if batches share gates."""
     if problem.direction == "backward":
         return problem.sums and problem.time <= _SUMMED_TIME[ITEM_SIZE[problem.dtype]]
-    return problem.has_one_gate() and not problem.folds()
+    gates = problem.strides_of("gates")
+    shared = problem.batch > 1 and gates.batch != gates.channel * problem.channels
+    return problem.has_one_gate() and shared
 
 
 def _follow(problem: LinearScanProblem) -> bool:

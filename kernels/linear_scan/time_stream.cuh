@@ -52,7 +52,7 @@ static_assert(WARPS == 1 && (!CUT || LANES == 32) && (!VARLEN || CUT));
 struct Position;
 
 // Strides between rows. Where a warp has several rows side by side, one stride leads from each to the
-// next, whatever their batch.
+// next, whatever their batch, but to gates of which each row has one.
 struct Strides {
     i64 by_batch, by_channel;
 
@@ -212,7 +212,7 @@ __device__ void copy_in(const Ring& ring, int input, const Rows& rows,
     });
 }
 
-// Fill a tile with gates of which a row has one for all time steps, so that none is read but these.
+// Fill a tile with gates of which a row has one for all time steps, so that none is read but these. Batches may share them.
 template <bool TURNED, class Ring>
 __device__ void fill_in(const Ring& ring, int input, const Rows& gates, const Position& at, const Scans& scans,
                         Storage outside) {
@@ -220,7 +220,10 @@ __device__ void fill_in(const Ring& ring, int input, const Rows& gates, const Po
 #pragma unroll
     for (int i = 0; i < PIECES; i++) {
         const Turn<TURNED> turn(i, at, scans);
-        if ((SIDE > 1 || i == 0) && turn.row < scans.rows) gate = gates.first[gates.strides.offset(at, turn.row)];
+        if ((SIDE > 1 || i == 0) && turn.row < scans.rows) {
+            const unsigned batch = SIDE > 1 ? turn.row / scans.channels : at.batch;
+            gate = gates.first[batch * gates.strides.by_batch + (turn.row - batch * scans.channels) * gates.strides.by_channel];
+        }
         *ring.place(input, turn.piece) = piece_of(turn.inside ? gate : outside);
     }
 }

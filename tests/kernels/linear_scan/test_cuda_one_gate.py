@@ -21,6 +21,7 @@ from scan_registry.kernels.linear_scan.spec import FAMILY
 ONE_GATE_A_ROW = (
     cases.Setting(states=True, broadcast=("time",)),
     cases.Setting(reverse=True, broadcast=("batch", "channel", "time")),
+    cases.Setting(states=True, broadcast=("batch", "time")),
 )
 ONE_GATE = (
     cases.Setting(states=True, broadcast=("time",)),
