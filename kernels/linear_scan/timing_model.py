@@ -38,6 +38,9 @@ _SHARPNESS = 4
 #: for each. Timed on an H200, with (27, 144, 37132), (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one
 #: CTA passes over, and segments, lose nothing.
 _SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
+#: ms of a turn of rows that share a gate, at least, where a CTA has one stage, so that nothing is copied while it computes. Timed on
+#: an H200, with (8, 8, 5416).
+_TURN_ALONE = 1.3e-3
 #: A coefficient for each of these, in ms but for those that say otherwise.
 COEFFICIENTS = (
     "call",
@@ -64,6 +67,7 @@ class Geometry(NamedTuple):
     depth    tiles on their way
     row      elements of a tile side by side in memory
     shared   CTAs that share a column
+    alone    whether a CTA's ring has one stage
     """
 
     design: str
@@ -78,6 +82,7 @@ class Geometry(NamedTuple):
     blocks: int
     row: int
     shared: int
+    alone: bool
 
 
 class Work(NamedTuple):
@@ -130,15 +135,17 @@ def predicted(
             return None
         work = work_of(shape_of_variant, shape.sizes, sm_count, model["gpu"]["bandwidth"])
         ms = milliseconds(work, model[shape_of_variant.design])
-        return max(ms, _least_with_shared_gates(shape_of_variant, shape.sizes))
+        return max(ms, _least_with_shared_gates(shape_of_variant, shape.sizes, work))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
 
 
-def _least_with_shared_gates(of: Geometry, sizes: Mapping[str, float]) -> float:
+def _least_with_shared_gates(of: Geometry, sizes: Mapping[str, float], work: Work) -> float:
     """Milliseconds below which a variant does not get if gates are broadcast; 0 if nothing is known."""
-    if of.time_last or sizes["broadcast"] == 1:
+    if sizes["broadcast"] == 1:
         return 0.0
+    if of.time_last:
+        return work.turns * _TURN_ALONE if of.alone else 0.0
     return sizes["lines"] * sizes["time"] * _SHARED_GATES.get(of.design, 0.0) * 1e-9
 
 
@@ -181,7 +188,8 @@ def geometry(text: str) -> Geometry | None:
             across = 1 if time_last else across
     tensors, shared = 3 if variant.kernel.endswith("forward") else 5, tile.get("ctas_per_column", 1)
     kind = design, tensors, time_last, access == MISALIGNED, item
-    return Geometry(*kind, across, times, per_thread, depth, blocks, row, shared)
+    alone = tile.get("stages") == 1
+    return Geometry(*kind, across, times, per_thread, depth, blocks, row, shared, alone)
 
 
 def _design(tile: Mapping[str, int], time_last: bool) -> str:
