@@ -234,18 +234,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Position at(channels, time, !(flags & 1), flags);
     Lookback lookback(at, workspace);
     if (lookback.initializes()) return;
-    const State gate = at.has_channel ? Element::widen(gates[blockIdx.y * gates_batch + at.channel]) : State(0);
-    State grad[STEPS], earlier[STEPS];
+    States gate, conjugate;
+#pragma unroll
+    for (int v = 0; v < VECTOR; v++) {
+        if (at.has_channel) gate.of[v] = Element::widen(gates[blockIdx.y * gates_batch + at.channel + v]);
+        conjugate.of[v] = conj(gate.of[v]);
+    }
+    Piece grad[STEPS], earlier[STEPS];
     Rows(states_grad, states_grad_batch, states_grad_time, at).load(grad, at.own);
     // Of each row the state before it; that of the walk's last is not among the states.
     Rows(states, states_batch, states_time, at, 1).load(earlier, gates_grad ? at.own - at.ends() : 0);
-    const i64 own_state = blockIdx.y * state_batch + at.channel * state_channel;
-    const State initial = at.ends() && initial_state ? initial_state[own_state] : State(0);
-    const State entering = at.begins() && at.own && final_state_grad ? final_state_grad[own_state] : State(0);
-    lookback.raise(conj(gate));
-    State h = entering, sum = State(0);
+    const auto boundary = [&](const State* of) { return Boundary(of, state_batch, state_channel, at); };
+    const States initial = boundary(initial_state).read(at.ends());
+    const States entering = boundary(final_state_grad).read(at.begins() && at.own);
+    lookback.raise(conjugate);
+    States h = entering, sum;
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) h = BackwardStep::map(gate, grad[k])(h);
+    for (int k = 0; k < STEPS; k++)
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) h.of[v] = BackwardStep::map(gate.of[v], grad[k].get(v))(h.of[v]);
     h = lookback.enter(h);
     if (at.begins()) h = entering;
     Rows to(tokens_grad, grads_batch, grads_time, at);
@@ -253,13 +260,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
         if (k < at.own) {
-            const auto of = BackwardStep::gradients(gate, grad[k], chosen(k == last, initial, earlier[k]), h);
-            h = of.earlier, sum = sum + of.gate;
-            if (tokens_grad) to.store(of.token);
+            States to_tokens;
+#pragma unroll
+            for (int v = 0; v < VECTOR; v++) {
+                const State before = chosen(k == last, initial.of[v], earlier[k].get(v));
+                const auto of = BackwardStep::gradients(gate.of[v], grad[k].get(v), before, h.of[v]);
+                h.of[v] = of.earlier, sum.of[v] = sum.of[v] + of.gate, to_tokens.of[v] = of.token;
+            }
+            if (tokens_grad) to.store(to_tokens);
         }
     }
-    if (initial_state_grad && at.ends()) initial_state_grad[own_state] = h;
-    if (gates_grad) lookback.add_up(sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
+    if (at.ends()) boundary(initial_state_grad).write(h);
+    if (gates_grad) lookback.add_up(sum, boundary(reinterpret_cast<State*>(gates_grad)), batch * channels);
     lookback.leave();
 #elif SCALAR
     const Position at(static_cast<unsigned*>(workspace), batch, channels, time, !(flags & 1), flags);

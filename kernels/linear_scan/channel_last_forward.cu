@@ -221,22 +221,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Position at(channels, time, flags & 1, flags);
     Lookback lookback(at, workspace);
     if (lookback.initializes()) return;
-    const State gate = at.has_channel ? Element::widen(gates[blockIdx.y * gates_batch + at.channel]) : State(0);
-    State x[STEPS];
-    Rows(tokens, tokens_batch, tokens_time, at).load(x, at.own);
-    const i64 own_state = blockIdx.y * state_batch + at.channel * state_channel;
-    const State initial = at.begins() && at.own && initial_state ? initial_state[own_state] : State(0);
-    lookback.raise(gate);
-    State state = initial;
+    States gate;
 #pragma unroll
-    for (int k = 0; k < STEPS; k++) state = ForwardStep::map(gate, x[k])(state);
+    for (int v = 0; v < VECTOR; v++)
+        if (at.has_channel) gate.of[v] = Element::widen(gates[blockIdx.y * gates_batch + at.channel + v]);
+    Piece tokens_of[STEPS];
+    Rows(tokens, tokens_batch, tokens_time, at).load(tokens_of, at.own);
+    const States initial = Boundary(initial_state, state_batch, state_channel, at).read(at.begins() && at.own);
+    lookback.raise(gate);
+    const auto advance = [&](States& x, int k) {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) x.of[v] = ForwardStep::map(gate.of[v], tokens_of[k].get(v))(x.of[v]);
+    };
+    States state = initial;
+#pragma unroll
+    for (int k = 0; k < STEPS; k++) advance(state, k);
     state = lookback.enter(state);
     if (at.begins()) state = initial;
     Rows to(states, states_batch, states_time, at);
 #pragma unroll
     for (int k = 0; k < STEPS; k++)
-        if (k < at.own) state = ForwardStep::map(gate, x[k])(state), to.store(state);
-    if (final_state && at.ends()) final_state[own_state] = state;
+        if (k < at.own) advance(state, k), to.store(state);
+    if (at.ends()) Boundary(final_state, state_batch, state_channel, at).write(state);
     lookback.leave();
 #elif SCALAR
     const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, flags);

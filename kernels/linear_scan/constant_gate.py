@@ -22,6 +22,10 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
     ("float32", "forward"): (24, 3),
     ("float32", "backward"): (32, 2),
+    ("bfloat16", "forward"): (28, 3),
+    ("bfloat16", "backward"): (32, 2),
+    ("float16", "forward"): (28, 3),
+    ("float16", "backward"): (32, 2),
     ("complex64", "forward"): (12, 3),
     ("complex64", "backward"): (16, 2),
 }
@@ -30,6 +34,11 @@ _WIDE, _NARROW = 128, 16
 #: Of aligned rows: scans beyond which kernels that pass over columns serially are faster, and elements of 4 bytes beyond which
 #: those are that cut columns into segments, but backward of few scans. Steps below which a tile is mostly empty.
 _MANY_SCANS, _ONE_WAVE, _FEW_SCANS, _LEAST_TIME = 1024, 1 << 22, 16, 512
+#: Aligned rows of 16-bit elements: steps below which a tile is mostly empty; channels of a narrow column, numbers of such columns
+#: that fill an H200 evenly, and steps below which that counts; channels of a wide column, scans beyond which such columns are
+#: faster, and how many channels they may be wider than the rows.
+_LEAST_WHOLE_TIME, _NARROW_COLUMN, _EVEN, _SHORT_TIME = 1024, 16, range(96, 133), 16_384
+_WIDE_COLUMN, _MANY_WHOLE_SCANS, _PADDED = 64, 5000, 1.15
 #: Tiles of a group, groups of a group of level 2, and levels.
 _GROUP, _LEVELS = 32, 3
 #: Steps that it numbers, with those of a tile beyond.
@@ -46,6 +55,11 @@ def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
         yield {"warps": 8, "steps": steps, "blocks": blocks}
 
 
+def _vector(dtype: str) -> int:
+    """Channels of a thread."""
+    return 2 if ITEM_SIZE[dtype] == 2 else 1
+
+
 def sums(variant: Variant) -> bool:
     return True
 
@@ -56,7 +70,8 @@ def shared(direction: Direction, variant: Variant) -> int:
 
 def times(variant: Variant) -> int:
     """Time steps of a tile whose rows are as wide as they may be."""
-    across = _WIDE // ITEM_SIZE[variant.text("dtype")]
+    dtype = variant.text("dtype")
+    across = _WIDE // ITEM_SIZE[dtype] // _vector(dtype)
     return 32 * variant.number("warps") // across * variant.number("steps")
 
 
@@ -70,7 +85,9 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _exceeds(variant: Variant, problem: LinearScanProblem) -> str | None:
-    """Why a problem is too large."""
+    """Why rows are not what it needs, or too many."""
+    if _vector(problem.dtype) > 1 and not problem.whole_chunks(_vector(problem.dtype)):
+        return "a thread's channels do not lie in whole words"
     if problem.batch > MOST_ALONG_Y or problem.time > _MOST:
         return f"more than {MOST_ALONG_Y} batches or {_MOST} steps"
     if launch(variant, problem, 0).grid[2] > _GROUP**_LEVELS:
@@ -80,15 +97,27 @@ def _exceeds(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 def _others_are_faster(problem: LinearScanProblem) -> str | None:
     item, scans = ITEM_SIZE[problem.dtype], problem.batch * problem.channels
-    if problem.channels * item < _NARROW or problem.time < _LEAST_TIME:
+    if problem.channels * item < _NARROW * _vector(problem.dtype) or problem.time < _LEAST_TIME:
         return "rows have few bytes, or are few"
     if not problem.whole_chunks(problem.chunk()):
         return None
+    if item == 2:
+        return _columns_are_faster(problem)
     if scans > _MANY_SCANS:
         return f"{scans} scans: kernels that pass over columns serially are faster"
     few = problem.direction == "backward" and scans <= _FEW_SCANS
     if item < 8 and scans * problem.time > _ONE_WAVE and not few:
         return "rows are aligned, and so many that segments are faster"
+    return None
+
+
+def _columns_are_faster(problem: LinearScanProblem) -> str | None:
+    """Why kernels that pass over columns of aligned rows of 16-bit elements are faster."""
+    batch, channels, time = problem.batch, problem.channels, problem.time
+    even = batch * ceil_div(channels, _NARROW_COLUMN) in _EVEN and time < _SHORT_TIME
+    fit = ceil_div(channels, _WIDE_COLUMN) * _WIDE_COLUMN <= _PADDED * channels
+    if time < _LEAST_WHOLE_TIME or even or (fit and batch * channels > _MANY_WHOLE_SCANS):
+        return "steps are few, or as many columns as a GPU runs at once have no idle threads"
     return None
 
 
@@ -99,10 +128,10 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """A CTA for each tile, and for each column one that has none, of which the first zeroes the workspace."""
-    widest = _WIDE // ITEM_SIZE[problem.dtype]
-    columns = ceil_div(problem.channels, widest)
-    across = ceil_div(problem.channels, columns)
-    columns = ceil_div(problem.channels, across)
+    threads = ceil_div(problem.channels, _vector(problem.dtype))
+    columns = ceil_div(threads, _WIDE // ITEM_SIZE[problem.dtype] // _vector(problem.dtype))
+    across = ceil_div(threads, columns)
+    columns = ceil_div(threads, across)
     steps = 32 * variant.number("warps") // across * variant.number("steps")
     groups = [ceil_div(problem.time, steps)]
     for _ in range(_LEVELS - 1):

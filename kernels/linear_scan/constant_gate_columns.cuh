@@ -2,10 +2,12 @@
 //
 // The build pins WARPS (per CTA), STEPS (rows of a thread) and BLOCKS (CTAs per SM). A CTA has one tile, in registers:
 //
-//               channels ->   across: the channels, or an even part of them
+//               channels ->   across: threads for the channels, or for an even part of them
 //      order  slot 0          | STEPS rows, one after the other in a thread |
 //        |    slot 1          | STEPS rows                                  |
 //        v    …               slots = THREADS / across
+//
+// A thread has VECTOR channels side by side, two of 16-bit elements, which it reads at once: rows have whole pieces of VECTOR.
 //
 // Order runs in the direction of the scan, with time or against it. A run of n rows scales the state by gate^n, whatever the
 // rows are. So runs differ only in their shifts, the states that they end with if they begin with zero: no maps are composed.
@@ -22,6 +24,7 @@
 #pragma once
 enum : int { THREADS = 32 * WARPS };
 #include "../common/compiler.cuh"
+#include "../common/element.cuh"
 #include "../common/tile_state.cuh"
 #include "../common/workspace_init.cuh"
 #include "../linear_scan/step.cuh"
@@ -29,9 +32,25 @@ enum : int { THREADS = 32 * WARPS };
 enum : int {
     GROUP = 32,                  // tiles of a group, groups of a group of level 2
     LEVELS = 3,                  // of tiles, groups and groups of level 2 (constant_gate.py)
-    WIDE = 128 / sizeof(State),  // channels of a tile, at most
+    VECTOR = sizeof(Storage) == 2 ? 2 : 1,    // channels of a thread
+    WIDE = 128 / (VECTOR * sizeof(Storage)),  // threads for the channels of a tile, at most
     LOOKS = 2,                   // shifts that a thread reads at once
     SUM_STEPS = 64,              // of a sum over time: gates_grad has time / SUM_STEPS + 1 of them for each state (problem.py)
+};
+
+// What a thread reads or writes of a row.
+using Piece = Chunk<Element, VECTOR>;
+
+// States of a thread's channels.
+struct States {
+    State of[VECTOR] = {};
+
+    __device__ States operator+(const States& other) const {
+        States sum;
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) sum.of[v] = of[v] + other.of[v];
+        return sum;
+    }
 };
 
 // gate^n, with what rounding took from it.
@@ -42,7 +61,17 @@ struct PowerOf {
     // The state after a run that is scaled so.
     __device__ S operator()(S x, S shift) const { return scale * x + (error_term * x + shift); }
 };
-using Power = PowerOf<State>;
+// Of a thread's channels.
+struct Power {
+    PowerOf<State> of[VECTOR];
+
+    __device__ States operator()(const States& x, const States& shift) const {
+        States after;
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) after.of[v] = of[v](x.of[v], shift.of[v]);
+        return after;
+    }
+};
 __device__ inline PowerOf<float> power(float gate, unsigned n) {
     double all = 1, square = gate;
 #pragma unroll 1
@@ -67,12 +96,12 @@ __device__ inline PowerOf<Complex> power(Complex gate, unsigned n) {
     return {scale, {float(re - scale.re), float(im - scale.im)}};
 }
 
-// A CTA's tile, and in it a thread's channel and rows. What the launch says of tiles is in bits of `flags` (constant_gate.py).
+// A CTA's tile, and in it a thread's channels and rows. What the launch says of tiles is in bits of `flags` (constant_gate.py).
 struct Position {
     const bool against, is_zeroed;
     const int across, slots, slot, lane;
     const unsigned columns, column, tile;
-    const int channel, time, first;  // the thread's channel, and the order of its first row
+    const int channel, time, first;  // the thread's first channel, and the order of its first row
     const bool has_channel;
     int own;  // rows of the thread
 
@@ -86,7 +115,7 @@ struct Position {
           columns(gridDim.x * gridDim.y),
           column(blockIdx.y * gridDim.x + blockIdx.x),
           tile(blockIdx.z - !is_zeroed),
-          channel(int(blockIdx.x) * across + lane),
+          channel((int(blockIdx.x) * across + lane) * VECTOR),
           time(int(time)),
           first(int(tile) * times() + slot * STEPS),
           has_channel(slot < slots && channel < int(channels)) {
@@ -99,6 +128,27 @@ struct Position {
     __device__ bool ends() const { return own > 0 && first + own == time; }
 };
 
+// The states before or after all rows, which may be null.
+struct Boundary {
+    State* first;
+    i64 by_channel;
+
+    __device__ Boundary(const State* states, i64 by_batch, i64 by_channel, const Position& at)
+        : first(states ? const_cast<State*>(states) + blockIdx.y * by_batch + at.channel * by_channel : nullptr), by_channel(by_channel) {}
+    __device__ States read(bool wanted) const {
+        States x;
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            if (first && wanted) x.of[v] = first[v * by_channel];
+        return x;
+    }
+    __device__ void write(const States& x, i64 further = 0) const {
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            if (first) first[v * by_channel + further] = x.of[v];
+    }
+};
+
 // The rows of a thread in one tensor, one after the other.
 struct Rows {
     Storage* row;
@@ -109,11 +159,23 @@ struct Rows {
         row = const_cast<Storage*>(tensor) + blockIdx.y * by_batch + (at.against ? at.time - 1 - order : order) * by_time + at.channel;
         apart = at.against ? -by_time : by_time;
     }
-    __device__ void load(State (&x)[STEPS], int rows) {
-#pragma unroll
-        for (int k = 0; k < STEPS; k++, row += apart) x[k] = k < rows ? Element::widen(*row) : State(0);
+    __device__ Piece read() const {
+        if constexpr (VECTOR > 1) return get_words<Element, VECTOR>(reinterpret_cast<const unsigned*>(row));
+        Piece piece{};
+        piece.put(0, *row);
+        return piece;
     }
-    __device__ void store(State x) { *row = Element::narrow(x), row += apart; }
+    __device__ void load(Piece (&x)[STEPS], int rows) {
+#pragma unroll
+        for (int k = 0; k < STEPS; k++, row += apart) x[k] = k < rows ? read() : Piece{};
+    }
+    __device__ void store(const States& x) {
+        Piece piece;
+        piece.set(x.of);
+        if constexpr (VECTOR > 1) *reinterpret_cast<unsigned*>(row) = piece.word[0];
+        else *row = piece.bits(0);
+        row += apart;
+    }
 };
 
 // The states that enter the rows of threads.
@@ -130,13 +192,13 @@ struct Lookback {
         return powers[1 + level][lane];
     }
     // The shifts of slots, and what sums up the gradient of gates.
-    static __device__ State& of_slot(int slot, const Position& at) {
-        __shared__ State of_slots[THREADS];
+    static __device__ States& of_slot(int slot, const Position& at) {
+        __shared__ States of_slots[THREADS];
         return of_slots[slot * at.across + at.lane];
     }
     // Those of groups before the tile, those of a level after those of the level below.
-    static __device__ State& before(int number, int lane) {
-        __shared__ State shifts[LEVELS * (GROUP - 1)][WIDE];
+    static __device__ States& before(int number, int lane) {
+        __shared__ States shifts[LEVELS * (GROUP - 1)][WIDE];
         return shifts[number][lane];
     }
 
@@ -174,21 +236,23 @@ struct Lookback {
     }
 
     // To be called before the rows are used, which are on their way.
-    __device__ void raise(State gate) const {
+    __device__ void raise(const States& gate) const {
         const int level = at.slot - 1;
         if (level >= LEVELS || (level > 0 && group(level) == 0)) return;
-        power_of(level, at.lane) = power(gate, level < 0 ? unsigned(STEPS) : unsigned(at.times()) << 5 * level);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++)
+            power_of(level, at.lane).of[v] = power(gate.of[v], level < 0 ? unsigned(STEPS) : unsigned(at.times()) << 5 * level);
     }
     // The state that enters the thread's rows, whose shift is `own`. To be called by the whole CTA.
-    __device__ State enter(State own) {
-        __shared__ State entering[WIDE];
+    __device__ States enter(const States& own) {
+        __shared__ States entering[WIDE];
         of_slot(at.slot, at) = own;
         if (is_shared() && !at.is_zeroed && threadIdx.x == 0) {
             while (!workspace_init.is_ready()) {}
             seen = workspace_init.count_reader();
         }
         __syncthreads();
-        State x = State(0);
+        States x;
         if (is_shared()) {
             look_back(x);
             if (composes) entering[at.lane] = x;
@@ -198,25 +262,27 @@ struct Lookback {
         return after_slots(x, at.slot);
     }
     // The state after some runs of one length, whose shifts lie `apart`. They are read ahead.
-    __device__ static State after(State x, const Power& power, const State* shifts, int apart, int count) {
+    __device__ static States after(States x, const Power& power, const States* shifts, int apart, int count) {
 #pragma unroll 4
         for (int i = 0; i < count; i++) x = power(x, shifts[i * apart]);
         return x;
     }
-    __device__ State after_slots(State x, int slots) const {
+    __device__ States after_slots(const States& x, int slots) const {
         return after(x, power_of(-1, at.lane), &of_slot(0, at), at.across, slots);
     }
-    __device__ State after_groups(int level, State x) const {
+    __device__ States after_groups(int level, const States& x) const {
         return after(x, power_of(level, at.lane), &before(counts(level), at.lane), WIDE, count(level));
     }
-    __device__ void publish(int level, State shift) const {
+    __device__ void publish(int level, const States& shift) const {
         LineBuffer<1> line;
-        line.put(0, shift), line.publish(published + piece(level, group(level)), 0);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) line.put(v, shift.of[v]);
+        line.publish(published + piece(level, group(level)), 0);
     }
     // The state before the tile, in the last slot.
-    __device__ void look_back(State& x) {
-        State shift = State(0);
-        if (composes) publish(0, shift = after_slots(State(0), at.slots));
+    __device__ void look_back(States& x) {
+        States shift;
+        if (composes) publish(0, shift = after_slots(States(), at.slots));
         // Others wait for the shift of a group, and it for those of the group's parts alone, which are read first.
         int begin = 0;
 #pragma unroll 1
@@ -226,7 +292,7 @@ struct Lookback {
             read(begin, end);
             __syncthreads();
             if (!completes) break;
-            if (composes) publish(level + 1, shift = power_of(level, at.lane)(after_groups(level, State(0)), shift));
+            if (composes) publish(level + 1, shift = power_of(level, at.lane)(after_groups(level, States()), shift));
             begin = end;
         }
         if (!composes) return;
@@ -259,14 +325,16 @@ struct Lookback {
             }
 #pragma unroll
             for (int i = 0; i < LOOKS; i++)
-                if (number + i * at.slots < end) before(number + i * at.slots, at.lane) = lines[i].get(0);
+                if (number + i * at.slots < end)
+#pragma unroll
+                    for (int v = 0; v < VECTOR; v++) before(number + i * at.slots, at.lane).of[v] = lines[i].get(v);
         }
     }
     __device__ void leave() const {
         if (is_shared() && !at.is_zeroed && threadIdx.x == 0 && seen + 1 == at.columns * at.tiles()) workspace_init.retract();
     }
     // The sum over the tile's rows goes to the first of the pieces that are the tile's own, which lie `apart`. The others hold zeros.
-    __device__ void add_up(State sum, State* sums, i64 apart) const {
+    __device__ void add_up(States sum, const Boundary& sums, i64 apart) const {
         __syncthreads();  // the shifts have been read
         of_slot(at.slot, at) = sum;
         __syncthreads();
@@ -276,6 +344,6 @@ struct Lookback {
         const int begin = at.first / SUM_STEPS, next = (at.first + at.times()) / SUM_STEPS;
         const int end = at.tile + 1 == at.tiles() ? at.time / SUM_STEPS + 1 : next;
 #pragma unroll 1
-        for (int i = begin; i < end; i++, sum = State(0)) sums[i * apart] = sum;
+        for (int i = begin; i < end; i++, sum = States()) sums.write(sum, i * apart);
     }
 };

@@ -14,11 +14,13 @@ from contiguous_channels import DIRECTIONS, only_kernel, posed
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.space import CONSTANT_GATE
-from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
 #: (batch, channels, time): a tile that is not full, threads without a channel, columns of which the last is narrower, a tile for
 #: each of several columns, and several tiles.
 SHAPES = ((2, 17, 50), (2, 5, 720), (1, 37, 300), (2, 65, 130), (1, 8, 1100), (3, 4, 1))
+#: Likewise, of two channels for each thread.
+WHOLE = ((2, 34, 50), (2, 10, 720), (1, 74, 300), (2, 130, 130), (1, 16, 1100), (3, 8, 1))
 SETTINGS = (
     cases.Setting(states=True, broadcast=("time",)),
     cases.Setting(reverse=True, broadcast=("batch", "time")),
@@ -33,7 +35,7 @@ def the_kernel(direction: str, dtype: str = "float32") -> tuple[Kernel, Variant]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64"])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_states_and_sums(
     direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path
@@ -41,9 +43,11 @@ def test_states_and_sums(
     torch.manual_seed(0)
     kernel, variant = the_kernel(direction, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    for seed, (shape, setting) in enumerate(product(SHAPES, SETTINGS)):
+    narrow = ITEM_SIZE[dtype] == 2
+    for seed, (shape, setting) in enumerate(product(WHOLE if narrow else SHAPES, SETTINGS)):
         trial = cases.draw(shape, setting, dtype, "cpu")
-        case = trial.case(kernel.name, aligned=bool(seed % 2), sums=direction == "backward")
+        aligned = narrow or bool(seed % 2)
+        case = trial.case(kernel.name, aligned=aligned, sums=direction == "backward")
         library.run(case.problem, case.tensors, seed)
         assert case.error() <= cases.TOLERANCE[dtype], (shape, setting)
 
@@ -95,6 +99,13 @@ def test_groups_of_groups_of_tiles(
         (posed("64,100,17:float32", gate_stride=0), False),
         (posed("64,2048,3:float32", gate_stride=0), False),
         (posed("1,1073741824,8:float32", gate_stride=0), False),
+        (posed("30,78057,72:bfloat16", gate_stride=0), True),
+        (posed("8,5988,134:float16", gate_stride=0), True),
+        (posed("8,8192,512:bfloat16", gate_stride=0), True),
+        (posed("8,5988,133:float16", gate_stride=0), False),
+        (posed("26,22298,14:float16", gate_stride=0), False),
+        (posed("8,4096,1024:bfloat16", gate_stride=0), False),
+        (posed("8,4096,256:bfloat16", gate_stride=0), False),
     ],
     ids=repr,
 )
