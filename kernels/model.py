@@ -383,28 +383,6 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Route:
-    """Another way to pose a problem: tensors are copied into another layout, a kernel solves the problem of the
-    copies, and its results are copied back.
-
-    name      such as ``rows``
-    problem   of the copies
-    inputs    and ``outputs``: pointers whose tensors are copied before the kernel, and back after it
-    bytes     of the copies, at most
-    """
-
-    name: str
-    problem: Any
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        copied = {"copied": list(self.inputs), "copied_back": list(self.outputs)}
-        return {"name": self.name, **copied, "bytes": self.bytes}
-
-
-@dataclass(frozen=True)
 class Family:
     """Kernels that compute one thing.
 
@@ -414,7 +392,6 @@ class Family:
     by_torch   the dtypes that plain torch computes on the CPU all the same
     stand_in   what a call runs on a GPU that no kernel fits
     languages  problem, the target of a GPU's capability -> languages in order of preference on one tier
-    route      problem, the target of a GPU's capability -> a faster way to pose it; None where there is none
     """
 
     name: str
@@ -426,7 +403,6 @@ class Family:
     by_torch: tuple[str, ...] = ()
     stand_in: str = PLAIN_TORCH
     languages: Callable[[Any, Target], tuple[Language, ...]] = lambda problem, target: LANGUAGES
-    route: Callable[[Any, Target], Route | None] = lambda problem, target: None
 
     def compiled_for_cpu(self, dtype: str) -> bool:
         """Whether this package's compiled code computes the dtype on the CPU, and not plain torch."""

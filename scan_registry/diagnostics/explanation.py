@@ -31,8 +31,7 @@ _EMPTY = "nothing runs: the tensors are empty"
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of a call, such as ``forward``: inputs that are copied before it because of their strides, and the
-    decision, whose route says what else is copied."""
+    """One kernel of a call, such as ``forward``: inputs that are copied before it because of their strides, and the decision."""
 
     name: str
     copied: tuple[str, ...]
@@ -42,16 +41,8 @@ class Step:
         return {"step": self.name, "copied": list(self.copied), **decision_record(self.decision)}
 
     def _copies(self) -> str:
-        """What is copied, before the kernel and after it; empty if nothing is."""
-        first, route = ", ".join(self.copied), self.decision.route
-        words = [f"{first} first"] if first else []
-        if route is not None:
-            words.append(
-                f"{', '.join(route.inputs)} into another layout ({route.name}; {route.bytes} bytes in all)"
-            )
-            if route.outputs:
-                words.append(f"{', '.join(route.outputs)} back")
-        return ", ".join(words)
+        """What is copied before the kernel; empty if nothing is."""
+        return f"{', '.join(self.copied)} first" if self.copied else ""
 
     def text(self, *, everything: bool = False) -> str:
         """A line for each fact. What was not taken is grouped by reason, unless ``everything``."""
@@ -301,7 +292,6 @@ def decision_record(decision: Decision) -> dict[str, Any]:
     binary, archive = (winner.binary, winner.archive) if winner else (None, None)
     kernel = winner if winner and winner.variant else None
     return {
-        "route": decision.route and decision.route.to_json(),
         "kernel": decision.problem.kernel,
         "problem": str(decision.problem),
         "backend": decision.backend,

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from scan_registry.dispatch.fit import Tier
-from scan_registry.dispatch.routes import select_route
-from scan_registry.dispatch.select import Backend, Decision, Rejected, System
+from scan_registry.dispatch.select import Backend, Decision, Rejected, System, select
 from scan_registry.kernels.model import Family, Problem
 
 
@@ -22,7 +21,7 @@ def select_first(
     decisions: list[Decision] = []
     rejected: dict[Rejected, None] = {}
     for problem, backend in alternatives:
-        decision = select_route(system, family, problem, backend, lowest)
+        decision = select(system, family, problem, backend, lowest)
         decisions.append(decision)
         if not any(kernel.name == problem.kernel for kernel in family.kernels):
             reason = "this version has no such kernel"

@@ -30,7 +30,7 @@ from scan_registry.dispatch.fit import Tier, Toolchain, dotted, jit_driver
 from scan_registry.dispatch.shipped import can_be_built, holds
 from scan_registry.hardware.device import Device
 from scan_registry.hardware.target import OLDEST, RELEASED, CudaVersion, Target
-from scan_registry.kernels.model import LANGUAGES, Family, Language, Launch, Problem, Route
+from scan_registry.kernels.model import LANGUAGES, Family, Language, Launch, Problem
 
 __all__ = [
     "BACKENDS",
@@ -58,7 +58,6 @@ class Decision:
     lowest   the worst tier that may run
     damaged  archives and binaries that were found to be damaged while the winner was looked for
     before   what was rejected for other problems of the same call, which were tried earlier (alternatives.py)
-    route    how ``problem`` came about, if it is that of copies (routes.py)
     """
 
     system: System
@@ -69,7 +68,6 @@ class Decision:
     winner: Candidate | None
     damaged: tuple[Rejected, ...] = ()
     before: tuple[Rejected, ...] = ()
-    route: Route | None = None
 
     @cached_property
     def rejected(self) -> tuple[Rejected, ...]:

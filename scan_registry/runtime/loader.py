@@ -22,7 +22,6 @@ from scan_registry.cache.store import jit_cache
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.dispatch.fit import Tier, misfit, nearest_tier
 from scan_registry.dispatch.policy import FallbackWarning
-from scan_registry.dispatch.routes import select_route
 from scan_registry.dispatch.select import (
     Backend,
     Candidate,
@@ -151,29 +150,25 @@ def system(
 
 
 def decide(
-    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier,
-    pinned: Variant | None = None, *, routed: bool = False,
+    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier, pinned: Variant | None = None
 ) -> Decision:  # fmt: skip
-    """The decision for a problem; if ``routed``, that of its copies where it has a faster route. It looks at archives of
-    the best tier first, and at others only if those have no winner. So usually one archive is read.
+    """The decision for a problem. It looks at archives of the best tier first, and at others only if those have no winner. So
+    usually one archive is read.
     """
-    choose = select_route if routed else select
     for reach in (Tier.EXACT, Tier.PTX):
         there = system(ordinal, reach, pinned, problem)
         if there.every_archive:
-            decision = choose(there, family, problem, backend, lowest)
+            decision = select(there, family, problem, backend, lowest)
             if decision.winner and decision.winner.tier <= reach:
                 return decision
     there = system(ordinal, pinned=pinned, problem=problem)
-    return choose(there, family, problem, backend, lowest)
+    return select(there, family, problem, backend, lowest)
 
 
 def prepare(
-    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier,
-    pinned: Variant | None = None, *, routed: bool = False,
+    ordinal: int | None, family: Family, problem: Problem, backend: Backend, lowest: Tier, pinned: Variant | None = None
 ) -> Plan:  # fmt: skip
-    """The plan of the best candidate that loads here; with ``pinned``, of that variant. If ``routed``, the plan may be for
-    the problem of copies, which ``plan.decision.route`` describes.
+    """The plan of the best candidate that loads here; with ``pinned``, of that variant.
 
     ``NoKernelError`` if the policy or ``backend`` leaves none, ``DriverError`` if the driver fails
     for a reason that is not the binary's.
@@ -182,7 +177,7 @@ def prepare(
         for file in catalogue().ignored if ordinal is not None else ():
             _tell(file, file)
         while True:
-            decision = decide(ordinal, family, problem, backend, lowest, pinned, routed=routed)
+            decision = decide(ordinal, family, problem, backend, lowest, pinned)
             for loser in decision.damaged:
                 _tell(loser.reason, f"{loser.subject} is not used: {loser.reason}")
             winner = decision.taken()

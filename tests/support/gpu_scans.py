@@ -8,15 +8,6 @@ import torch
 from torch import Tensor
 
 DEVICE = "cuda"
-#: Scans that compute on copies of their tensors, on a GPU of compute capability 9.0: see ``Case.parse``.
-ROUTED = (
-    *(
-        f"channel_last:{shape}:{dtype}:sequences=30"
-        for shape in ("1,11,20001", "3,5,40001", "2,33,30001")
-        for dtype in ("float32", "bfloat16")
-    ),
-    "channel_last:1,10,40001:float32:gates=channel:sequences=30",
-)
 
 
 def inputs(

@@ -21,7 +21,6 @@ from scan_registry.hardware._launcher import FastLaunch
 from scan_registry.kernels.linear_scan import reference
 from scan_registry.kernels.linear_scan.gates_sum import GatesSumProblem
 from scan_registry.kernels.linear_scan.op.arguments import Options
-from scan_registry.kernels.linear_scan.op.copies import on_copies
 from scan_registry.kernels.linear_scan.op.layout import KernelCall
 from scan_registry.kernels.linear_scan.op.problems import (
     StateLayout,
@@ -79,17 +78,8 @@ def runner(
         return run_here
 
     allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
-    plan = prepare(device.index, FAMILY, problem, backend, allowed, routed=True)
-    if plan.launch is None:
-        return plan.decision
-    route = plan.decision.route
-    if route is None:
-        return plan.run
-
-    def without() -> Run:
-        return prepare(device.index, FAMILY, problem, backend, allowed).run
-
-    return on_copies(problem, route, plan.run, without)
+    plan = prepare(device.index, FAMILY, problem, backend, allowed)
+    return plan.decision if plan.launch is None else plan.run
 
 
 def _copied(tensors: dict[str, Tensor], names: Sequence[str], model: Tensor) -> dict[str, Tensor]:
@@ -214,9 +204,9 @@ def plan_launch(
     if options.final and cu_seqlens is not None:
         return None  # Python first copies initial states, which are the final ones of sequences without steps
     backend: Any = options.backend
-    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest(), routed=True)
-    if plan.launch is None or plan.decision.route is not None:
-        return None  # Python makes the copies of a route
+    plan = prepare(tokens.device.index, FAMILY, call.problem, backend, policy.lowest())
+    if plan.launch is None:
+        return None
     names, states = ["gates", "tokens", "initial_state", "offsets", "states"], as_new(tokens)
     results = [(tuple(states.shape), states.stride(), states.dtype)]
     if options.final:

@@ -180,7 +180,6 @@ def test_launches(tmp_path: Any) -> None:
 #: what a GPU would get.
 SCANS = """
 import itertools
-from types import SimpleNamespace
 from scan_registry import linear_scan
 from scan_registry.ops import _cpu
 from scan_registry.kernels.linear_scan.spec import parameters
@@ -196,9 +195,9 @@ def launched(function, shape, stream, parameters_, extra):
     return status
 
 class Plan:
-    workspace, refuse, decision = 0, None, SimpleNamespace(route=None)
+    workspace, refuse, decision = 0, None, None
 
-    def __init__(self, index, family, problem, backend, lowest, *, routed):
+    def __init__(self, index, family, problem, backend, lowest):
         pointers, scalars = plans.POINTERS["forward"], problem.scalars()
         numbers = tuple(scalars[p.name] for p in parameters("forward") if p.kind == "i64")
         problems.append((problem, pointers, numbers))
