@@ -245,19 +245,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     if (at.ends()) Boundary(final_state, state_batch, state_channel, at).write(state);
     lookback.leave();
 #elif SCALAR
-    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, flags);
+    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, offsets, sequences, flags);
     const Layout layout(Rows(states, states_batch, states_time, at), at);
     const Movers movers(layout, at);
 #pragma unroll 1
     for (int tile = gates_time ? 0 : 1; tile < 2; tile++)
         copy_in(tile ? Rows(tokens, tokens_batch, tokens_time, at) : Rows(gates, gates_batch, gates_time, at), layout, movers, at, tile,
                 0, at.rows);
+    const Scan scan(at, at.begin + at.slot * at.steps);
     wait_for_tile();
     const Cursor cursor(layout, at);
     const Inputs inputs(gates, gates_batch, gates_time, at);
-    const Ends ends{at, initial_state, final_state, state_batch, state_channel};
-    Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, workspace)};
-    for_rows(at, cursor, pass);
+    const Ends ends{at, initial_state, final_state, state_batch, state_channel, state_time};
+    Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, scan, workspace)};
+    for_rows(at, cursor, scan, pass);
     __syncthreads();
     copy_out(Rows(states, states_batch, states_time, at), layout, movers, at, 1);
 #elif COLUMN_SERIAL

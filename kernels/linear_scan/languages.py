@@ -7,7 +7,7 @@ CUDA then passes over the time steps one tile after the other, so few SMs have w
 from __future__ import annotations
 
 from scan_registry.hardware.target import RELEASED, Target
-from scan_registry.kernels.linear_scan import cuda_tiles, streams
+from scan_registry.kernels.linear_scan import cuda_tiles, scalar, streams
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
 from scan_registry.kernels.linear_scan.space import VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, LANGUAGES, Language
@@ -32,7 +32,8 @@ def languages(problem: LinearScanProblem, target: Target) -> tuple[Language, ...
 def _has_few_programs(problem: LinearScanProblem, target: Target) -> bool:
     """Whether CUDA takes the steps of packed sequences in turn, and Triton's programs for each are few, or each is long."""
     if problem.layout == "channel_last":
-        return problem.sequences > _FEW_SEQUENCES and not streams.packs(problem)
+        is_fast = streams.packs(problem) or scalar.packs(problem)
+        return problem.sequences > _FEW_SEQUENCES and not is_fast
     cut = problem.plain() and problem.congruent() and streams.cuts_packed(problem)
     if cut and _cuts_rows(problem, target):
         return False

@@ -49,6 +49,10 @@ _LEAST_TIME = 512
 #: Aligned rows of many batches: bytes of a row, and time steps for elements of two bytes, up to which, and steps of any row of few
 #: channels below which column-serial kernels have too many idle threads.
 _MANY_BATCHES, _SHORT_ROW, _SHORT_TIME, _FEW_STEPS = 128, 16, 128, 16
+#: Packed sequences: elements that take as long as a launch, and those that take as long as other kernels take for the longest
+#: sequence, for each step of the mean: columns of aligned sequences, or Triton's programs. Channels from which generic kernels are
+#: faster, which take all sequences in turn.
+_LAUNCH, _ALIGNED_STEP, _MISALIGNED_STEP, _MANY_CHANNELS = 1.5e6, 3800, 30_000, 2000
 #: Rows, channels and tiles, which the kernel numbers in 32 bits.
 _MOST = 2**31 - 1
 #: Tiles of a group, and groups of a group of the next level.
@@ -86,11 +90,35 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return f"more than {_MOST} rows or tiles"
     if problem.channels > _MOST:
         return f"more than {_MOST} channels"
+    if problem.sequences:
+        return _refuses_packed(problem)
     if problem.whole_chunks(problem.chunk()):
         return None if _short_rows(problem) else "rows are aligned, and not short in many batches"
     if problem.dtype == "float32" and narrow.accepts(variant, problem) is None:
         return "kernels for narrow rows are faster"
     return _column_serial_is_faster(problem)
+
+
+def packs(problem: LinearScanProblem) -> bool:
+    """Whether packed sequences go to such tiles."""
+    has_tiles = (problem.dtype, problem.direction) in _STEPS_AND_BLOCKS
+    return has_tiles and problem.plain() and _refuses_packed(problem) is None
+
+
+def _refuses_packed(problem: LinearScanProblem) -> str | None:
+    """Why it does not take packed sequences, or is not the fastest for them."""
+    if problem.sums:
+        return "tiles do not sum the gradient of gates over sequences"
+    rows, mean = problem.batch * problem.channels, problem.time / problem.sequences
+    if rows > _MANY_CHANNELS:
+        return f"{rows} channels: kernels that take sequences in turn are faster"
+    is_aligned = problem.whole_chunks(problem.chunk())
+    if is_aligned and problem.channels * ITEM_SIZE[problem.dtype] <= _SHORT_ROW:
+        return None
+    step = _ALIGNED_STEP if is_aligned else _MISALIGNED_STEP
+    if rows * problem.time + _LAUNCH > step * mean:
+        return "sequences are many or short: kernels that scan each by itself are faster"
+    return None
 
 
 def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
@@ -203,7 +231,8 @@ def _follow(problem: LinearScanProblem) -> bool:
     """Whether the rows of a batch follow those of the one before, in all tensors. Gates that are shared by all rows do."""
     sequences = problem.sequence_strides()
     follow = all(strides.batch == problem.time * strides.time for strides in sequences)
-    return follow and problem.batch > 1 and problem.time > 1 and not problem.sums
+    plain = not problem.sums and not problem.sequences
+    return follow and problem.batch > 1 and problem.time > 1 and plain
 
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:

@@ -13,7 +13,7 @@
 // Results take the place of inputs in shared memory, and leave it in pieces of 16 bytes.
 //
 // A column is some channels over all of time: of one batch, or, where batches are short, of all batches, one after the other. The
-// first row of each batch begins a scan: its map has scale 0.
+// first row of each batch begins a scan, and so does that of each packed sequence: its map has scale 0.
 //
 // Where a scan has more than GROUP tiles, a look-back does not read every map. GROUP consecutive tiles of a column are
 // a group, GROUP groups are a group of level 2, and so on. The last tile of a group publishes the map of the whole group. So a
@@ -61,17 +61,20 @@ struct TileShape {
 // A CTA's tile, and in it a thread's channel and rows. A column has fewer than 2^31 rows.
 struct Position : TileShape {
     const bool against;
-    const unsigned period;            // rows of a scan
+    const i64* const offsets;         // of packed sequences, or null
+    const unsigned period, scans;     // of a column: rows of a scan where none are packed, and how many scans there are
     unsigned columns, column, index;  // how many columns there are, the tile's, and its number along the column
     int slots, lane, slot;
-    unsigned batches, batch, channel;  // of a column: the batch, or the first one; its first channel
+    unsigned batch, channel;           // of a column: the batch, or the first one; its first channel
     int rows, channels;                // of the tile
     unsigned all, begin, first;        // rows of the column and before the tile; the tile's first in memory
     int own;                           // rows of the thread's channel, 0 if it has none
 
-    __device__ Position(unsigned* workspace, i64 all_batches, i64 all_channels, i64 time, bool against, i64 flags)
-        : TileShape(flags), against(against), period(unsigned(time)), batches(unsigned(all_batches)) {
-        const unsigned wide = unsigned(all_channels), columns_across = (wide + across - 1) / across;
+    __device__ Position(unsigned* workspace, i64 all_batches, i64 all_channels, i64 time, bool against, const i64* offsets,
+                        i64 sequences, i64 flags)
+        : TileShape(flags), against(against), offsets(sequences ? offsets : nullptr), period(unsigned(time)),
+          scans(unsigned(sequences ? sequences : joined ? all_batches : 1)) {
+        const unsigned batches = unsigned(all_batches), wide = unsigned(all_channels), columns_across = (wide + across - 1) / across;
         columns = (joined ? 1 : batches) * columns_across, all = joined ? batches * period : period;
         __shared__ unsigned drawn[3];
         if (threadIdx.x == 0) {
@@ -91,11 +94,40 @@ struct Position : TileShape {
     }
     __device__ int times() const { return slots * steps; }
     __device__ bool is_last() const { return begin + rows == all; }
-    // Where the states of a batch of the column lie, by its number in order.
-    __device__ i64 state(unsigned number, i64 by_batch, i64 by_channel) const {
-        const unsigned of = joined ? (against ? batches - 1 - number : number) : batch;
-        return of * by_batch + (channel + lane) * by_channel;
+    // Where the states of a scan of the column lie, by its number in order.
+    __device__ i64 state(unsigned number, i64 by_batch, i64 by_channel, i64 by_sequence) const {
+        const unsigned of = against ? scans - 1 - number : number;
+        return batch * by_batch + (channel + lane) * by_channel + of * (joined ? by_batch : by_sequence);
     }
+    // The row of the column with which a scan begins; for `scans`, the row after the last one's last.
+    __device__ unsigned begin_of(unsigned number) const {
+        if (!offsets) return number * period;
+        const unsigned offset = unsigned(offsets[against ? scans - number : number]);
+        return against ? all - offset : offset;
+    }
+};
+
+// A thread's scan, from one to the next. Whatever the offsets are, its number is one of those there are, and the last scan has all rows
+// that follow.
+struct Scan {
+    unsigned number = 0, begin, next;  // rows of the column: its first, and the next scan's
+
+    __device__ Scan(const Position& at, unsigned row) {
+        if (at.offsets) {
+#pragma unroll 1
+            for (unsigned end = at.scans; end - number > 1;) {
+                const unsigned middle = (number + end) / 2;
+                if (at.begin_of(middle) <= row) number = middle;
+                else end = middle;
+            }
+        } else if (at.joined) {
+            number = row / at.period;
+        }
+        begin = at.begin_of(number);
+        find_next(at);
+    }
+    __device__ void find_next(const Position& at) { next = number + 1 < at.scans ? at.begin_of(number + 1) : at.all; }
+    __device__ void advance(const Position& at) { number++, begin = next, find_next(at); }
 };
 
 // Rows of one tensor: the tile's, and others before or after.
@@ -223,20 +255,20 @@ struct RowsAhead {
 // Passes over a thread's rows as parts of scans: pass.begin(number of the scan, whether the part begins the scan, whether it ends it),
 // then pass.rows<N>(cursor, rows left of the part) for N rows each, then pass.end(number) if the part ends the scan.
 template <class Pass>
-__device__ inline void for_rows(const Position& at, Cursor cursor, Pass& pass) {
-    const unsigned order = at.begin + at.slot * at.steps;
-    unsigned scan = at.joined ? order / at.period : 0, place = order - scan * at.period;
+__device__ inline void for_rows(const Position& at, Cursor cursor, Scan scan, Pass& pass) {
+    unsigned row = at.begin + at.slot * at.steps;
 #pragma unroll 1
-    for (int left = at.own; left > 0; scan++, place = 0) {
-        const bool ends = at.period - place <= unsigned(left);
-        int run = ends ? int(at.period - place) : left;
+    for (int left = at.own; left > 0; scan.advance(at)) {
+        const bool ends = scan.next - row <= unsigned(left);
+        int run = ends ? int(scan.next - row) : left;
         left -= run;
-        pass.begin(scan, place == 0, ends);
+        pass.begin(scan.number, scan.begin == row, ends);
+        row += run;
 #pragma unroll 1
         for (; run >= AT_ONCE; run -= AT_ONCE) pass.template rows<AT_ONCE>(cursor, run);
 #pragma unroll 1
         for (; run > 0; run--) pass.template rows<1>(cursor, run);
-        if (ends) pass.end(scan);
+        if (ends) pass.end(scan.number);
     }
 }
 
@@ -245,14 +277,14 @@ struct Ends {
     const Position& at;
     const State* before;
     State* after;
-    i64 by_batch, by_channel;
+    i64 by_batch, by_channel, by_sequence;
 
     __device__ State read(const State* states, unsigned scan) const {
-        return states ? states[at.state(scan, by_batch, by_channel)] : State(0);
+        return states ? states[at.state(scan, by_batch, by_channel, by_sequence)] : State(0);
     }
     __device__ State enter(unsigned scan) const { return read(before, scan); }
     __device__ void leave(unsigned scan, State x) const {
-        if (after) after[at.state(scan, by_batch, by_channel)] = x;
+        if (after) after[at.state(scan, by_batch, by_channel, by_sequence)] = x;
     }
 };
 // What maps are made of: gates, from the first tile, or one of each channel; and tokens or their gradients, from the second tile.
@@ -400,10 +432,11 @@ struct Prefix {
 // The state before the thread's rows. To be called by the whole CTA. The first row of each scan has scale 0, so the map of all rows
 // before the thread's has, too: its shift is the state.
 template <class DirectedStep>
-__device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const Position& at, const Cursor& cursor, void* workspace) {
+__device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const Position& at, const Cursor& cursor, const Scan& scan,
+                                   void* workspace) {
     __shared__ State entering[THREADS];
     Composing<DirectedStep> pass(inputs, ends);
-    for_rows(at, cursor, pass);
+    for_rows(at, cursor, scan, pass);
     Prefix prefix(at);
     prefix.scan(pass.own);
     // A launch of one tile for each column has no room for maps.

@@ -124,7 +124,7 @@ def _rejects_static(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
     if access == "varlen" and problem.sequences == 0:
         return "no sequences are packed"
-    if access in space.PLAIN[problem.layout] and problem.sequences > 0:
+    if access in space.PLAIN[problem.layout] and access != space.SCALAR and problem.sequences > 0:
         return "sequences are packed"
     if access != "generic" and not problem.plain():
         return "gates are mixed or broadcast, or batches do not fold into one dimension"

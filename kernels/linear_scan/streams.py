@@ -48,8 +48,8 @@ LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
 #: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which rows
-#: are cut; and a cost beyond all others.
-_LEAST_ROW, _LEAST_MEAN, _PREFERRED = 4096, 64, 1e6
+#: are cut; elements of packed rows from which shorter ones are, too; and a cost beyond all others.
+_LEAST_ROW, _LEAST_MEAN, _LARGE, _PREFERRED = 4096, 64, 1 << 20, 1e6
 #: Of whole rows in which the gradient of gates is summed, for which no table has times: the steps that take as long as a turn does
 #: beside its steps, and steps of a row from which that counts.
 _TURN, _SEVERAL_TURNS = 128, 1024
@@ -119,7 +119,9 @@ def packs(problem: LinearScanProblem) -> bool:
 def cuts_packed(problem: LinearScanProblem) -> bool:
     """Whether rows are long enough to be cut, as a segment has some thousand steps; and packed sequences, as a lane's code for
     several in its elements is slow."""
-    return problem.time >= max(_LEAST_ROW, _LEAST_MEAN * problem.sequences)
+    is_large = problem.batch * problem.channels * problem.time >= _LARGE
+    least = _LEAST_ROW // 2 if is_large else _LEAST_ROW
+    return problem.time >= max(least, _LEAST_MEAN * problem.sequences)
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:

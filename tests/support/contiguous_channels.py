@@ -61,7 +61,11 @@ def keeps_to_its_memory(
 
 
 def posed(
-    case: str, direction: str = "forward", alignment: int = 16, gate_stride: int | None = None
+    case: str,
+    direction: str = "forward",
+    alignment: int = 16,
+    gate_stride: int | None = None,
+    sequences: int = 0,
 ) -> LinearScanProblem:
     """The problem of a case of contiguous channels: "batch,time,channels:dtype"."""
     sizes, dtype = case.split(":")
@@ -74,4 +78,5 @@ def posed(
         *(1, batch, channels, time),
         strides=(gates, *others, Strides(0, channels, 1, 0)),
         alignment=alignment,
+        sequences=sequences,
     )

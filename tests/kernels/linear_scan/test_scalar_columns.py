@@ -13,6 +13,7 @@ from contiguous_channels import DIRECTIONS, UNTOUCHED, only_kernel, posed, surro
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
+from scan_registry.kernels.linear_scan.scalar import packs
 from scan_registry.kernels.linear_scan.space import SCALAR
 from scan_registry.kernels.model import Kernel, Variant
 
@@ -23,6 +24,14 @@ SHAPES = (
     *((400, 3, 7), (60, 2, 201), (70, 70, 5)),
 )
 WITH_ONE_GATE = ((2, 17, 50), (1, 33, 300), (2, 65, 130), (2, 5, 720))
+#: Lengths of packed sequences, without the last: of one row, none, one tile and several.
+PACKED = (
+    ((2, 17, 50), (7, 0, 1, 30)),
+    ((1, 33, 300), (0, 0, 100, 50, 1, 1)),
+    ((1, 65, 2100), (1000, 3, 1000)),
+    ((1, 1, 20_000), (9_000, 0, *range(100), 17)),
+    ((1, 3, 5_000), (1,) * 2_000),
+)
 #: Rows of a thread as few as there may be, so that few time steps have groups of groups of tiles.
 MANY_TILES = (1, 31, 9_000)
 
@@ -103,6 +112,31 @@ def test_groups_of_groups_of_tiles(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("direction", "dtype"), product(DIRECTIONS, ("float32", "bfloat16")))
+def test_packed_sequences(
+    direction: str,
+    dtype: str,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any lengths and none, at any address, in one tile and in many."""
+    torch.manual_seed(0)
+    kernel, variant = the_kernel(direction, dtype)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    for seed, ((shape, lengths), states) in enumerate(product(PACKED, (True, False))):
+        bounds = torch.tensor([0, *lengths, shape[2] - sum(lengths)]).cumsum(0)
+        monkeypatch.setattr(cases, "random_cu_seqlens", lambda time, bounds=bounds: bounds)
+        one_gate = ("time",) if seed % 3 == 2 else ()
+        setting = cases.Setting(states, bool(seed % 4 // 2), packed=True, broadcast=one_gate)
+        case = cases.draw(shape, setting, dtype, "cpu").case(kernel.name, aligned=True)
+        problem, tensors, _ = scattered(case, (None, 0, 3)[seed % 3])
+        assert kernel.rules.kind_mismatch(variant, problem) is None
+        library.run(problem, tensors, seed)
+        assert replace(case, tensors=tensors).error() <= cases.TOLERANCE[dtype], (shape, setting)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_gate_a_channel(dtype: str, cuda_emulator: ModuleType, tmp_path: Path) -> None:
     """Its gradient is summed over time, or left as one for each step."""
@@ -159,6 +193,30 @@ def test_what_takes_few_columns(problem: LinearScanProblem, is_taken: bool) -> N
     assert (best.text("access") == SCALAR) == is_taken
     assert kernel.tunable.shape is not None
     assert ("access=scalar" in kernel.tunable.shape(problem).kind) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("problem", "is_taken"),
+    [
+        (posed("1,116556,81:float16", sequences=18), True),
+        (posed("1,510033,172:float16", "backward", sequences=3), True),
+        (posed("1,16384,257:float32", sequences=16), True),
+        (posed("1,1048576,8:bfloat16", sequences=5000), True),
+        (posed("1,65536,64:bfloat16", "backward", sequences=32), True),
+        (posed("1,65536,256:bfloat16", sequences=32), False),
+        (posed("1,65536,1001:bfloat16", sequences=32), False),
+        (posed("1,86913,193:bfloat16", sequences=526), False),
+        (posed("1,33472,6:float16", sequences=1009), False),
+        (posed("1,10064,2814:float32", sequences=4), False),
+    ],
+    ids=repr,
+)
+def test_what_takes_packed_sequences(problem: LinearScanProblem, is_taken: bool) -> None:
+    """Where the longest sequence would take others longer than all elements take these tiles. Sums over a sequence they do not
+    have."""
+    kernel, variant = the_kernel(problem.direction, problem.dtype)
+    assert (kernel.rules.accepts(variant, problem) is None) == packs(problem) == is_taken
+    assert kernel.rules.accepts(variant, replace(problem, sums=True)) is not None
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def there(a_device: Describe, a_binary: Make) -> System:
         ("channel_last:1,2814,10064:float32:sequences=4", "cuda"),
         ("channel_last:1,1024,65536:bfloat16:sequences=32", "cuda"),
         ("channel_last:1,1001,65536:bfloat16", "cuda"),
+        ("channel_last:1,81,116556:float16:sequences=18", "cuda"),
         ("time_last:1,32,9710:bfloat16:sequences=401", "triton"),
         ("time_last:1,473,501:bfloat16:sequences=15", "cuda"),
         ("time_last:1,5394,986:bfloat16:sequences=2", "triton"),
