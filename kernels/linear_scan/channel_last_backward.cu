@@ -286,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         const int later = tile < 2 ? 0 : at.against ? -1 : 1;
         const int begin = later < 0 && at.first == 0 ? 0 : later;
         const int end = at.rows + (later > 0 && at.first + at.rows == at.all ? 0 : later);
-        copy_in(tile == 0   ? Rows(gates, gates_batch, gates_time, at)
+        copy_in(tile == 0   ? Rows(gates, gates_batch, gates_time, at, gates_channel)
                 : tile == 1 ? Rows(states_grad, states_grad_batch, states_grad_time, at)
                             : Rows(states, states_batch, states_time, at),
                 layout, movers, at, tile, begin, end);
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Scan scan(at, at.begin + at.slot * at.steps);
     wait_for_tile();
     const Cursor cursor(layout, at);
-    const Inputs inputs(gates, gates_batch, gates_time, at);
+    const Inputs inputs(gates, gates_batch, gates_channel, gates_time, at);
     const Ends ends{at, final_state_grad, initial_state_grad, state_batch, state_channel, state_time};
     Finishing pass{inputs, ends, initial_state, gates_grad != nullptr,
                    enter_rows<BackwardStep>(inputs, ends, at, cursor, scan, workspace)};

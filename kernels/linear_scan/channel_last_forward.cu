@@ -250,12 +250,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Movers movers(layout, at);
 #pragma unroll 1
     for (int tile = gates_time ? 0 : 1; tile < 2; tile++)
-        copy_in(tile ? Rows(tokens, tokens_batch, tokens_time, at) : Rows(gates, gates_batch, gates_time, at), layout, movers, at, tile,
-                0, at.rows);
+        copy_in(tile ? Rows(tokens, tokens_batch, tokens_time, at) : Rows(gates, gates_batch, gates_time, at, gates_channel),
+                layout, movers, at, tile, 0, at.rows);
     const Scan scan(at, at.begin + at.slot * at.steps);
     wait_for_tile();
     const Cursor cursor(layout, at);
-    const Inputs inputs(gates, gates_batch, gates_time, at);
+    const Inputs inputs(gates, gates_batch, gates_channel, gates_time, at);
     const Ends ends{at, initial_state, final_state, state_batch, state_channel, state_time};
     Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, scan, workspace)};
     for_rows(at, cursor, scan, pass);

@@ -157,15 +157,22 @@ class LinearScanProblem:
         """Those of the tensors whose rows are read or written: all that have a time, but gates of which a row has one."""
         return self.sequence_strides()[self.one_gate_a_row() :]
 
-    def plain(self) -> bool:
-        """Whether nothing is broadcast, but gates along time, or mixed, and one batch dimension says it all."""
+    def shares_gates(self) -> bool:
+        """Whether channels are contiguous, and share gates."""
+        contiguous = self.layout == "channel_last" and self.channels > 1
+        return contiguous and self.strides_of("gates").channel == 0
+
+    def plain(self, *, may_share: bool = False) -> bool:
+        """Whether nothing is broadcast, but gates along time, or mixed, and one batch dimension says it all. ``may_share``: gates may
+        also be broadcast along contiguous channels."""
         row, unit = (
             (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
         )
+        rows = self.rows_strides()[may_share and self.shares_gates() :]
         return (
             self.outer == 1
             and self.gates_dtype == self.dtype
-            and all(row == 1 or getattr(s, unit) == 1 for s in self.rows_strides())
+            and all(row == 1 or getattr(s, unit) == 1 for s in rows)
         )
 
     def folds(self) -> bool:

@@ -86,12 +86,13 @@ def _area(variant: Variant) -> int:
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why it does not solve a problem, or is not the fastest for it."""
-    if max(problem.batch * problem.time, launch(variant, problem, 0).grid[0]) > _MOST:
-        return f"more than {_MOST} rows or tiles"
-    if problem.channels > _MOST:
-        return f"more than {_MOST} channels"
+    tiles = launch(variant, problem, 0).grid[0]
+    if max(problem.batch * problem.time, problem.channels, tiles) > _MOST:
+        return f"more than {_MOST} rows, channels or tiles"
     if problem.sequences:
         return _refuses_packed(problem)
+    if problem.shares_gates():
+        return None
     if problem.whole_chunks(problem.chunk()):
         return None if _short_rows(problem) else "rows are aligned, and not short in many batches"
     if problem.dtype == "float32" and narrow.accepts(variant, problem) is None:
@@ -102,7 +103,7 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 def packs(problem: LinearScanProblem) -> bool:
     """Whether packed sequences go to such tiles."""
     has_tiles = (problem.dtype, problem.direction) in _STEPS_AND_BLOCKS
-    return has_tiles and problem.plain() and _refuses_packed(problem) is None
+    return has_tiles and problem.plain(may_share=True) and _refuses_packed(problem) is None
 
 
 def _refuses_packed(problem: LinearScanProblem) -> str | None:
@@ -112,7 +113,7 @@ def _refuses_packed(problem: LinearScanProblem) -> str | None:
     rows, mean = problem.batch * problem.channels, problem.time / problem.sequences
     if rows > _MANY_CHANNELS:
         return f"{rows} channels: kernels that take sequences in turn are faster"
-    is_aligned = problem.whole_chunks(problem.chunk())
+    is_aligned = problem.whole_chunks(problem.chunk()) and not problem.shares_gates()
     if is_aligned and problem.channels * ITEM_SIZE[problem.dtype] <= _SHORT_ROW:
         return None
     step = _ALIGNED_STEP if is_aligned else _MISALIGNED_STEP
@@ -209,7 +210,7 @@ def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> Ti
     across, item = ceil_div(problem.channels, number), ITEM_SIZE[problem.dtype]
     slots = 32 * variant.number("warps") // across
     gates, *rows = problem.sequence_strides()
-    if not problem.has_one_gate():
+    if not problem.has_one_gate() and not problem.shares_gates():
         rows.append(gates)
     dense = number == 1 and all(strides.time == problem.channels for strides in rows)
     pitch = across * item if dense else across * item + 3 * _PIECE - 2 * item

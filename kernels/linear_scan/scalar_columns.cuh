@@ -15,6 +15,8 @@
 // A column is some channels over all of time: of one batch, or, where batches are short, of all batches, one after the other. The
 // first row of each batch begins a scan, and so does that of each packed sequence: its map has scale 0.
 //
+// Gates that all channels share are copied to each channel's place in shared memory. gates_channel is then 0.
+//
 // Where a scan has more than GROUP tiles, a look-back does not read every map. GROUP consecutive tiles of a column are
 // a group, GROUP groups are a group of level 2, and so on. The last tile of a group publishes the map of the whole group. So a
 // look-back reads fewer than GROUP maps on each level: the tiles since the last whole group, the groups since the last whole group
@@ -132,12 +134,15 @@ struct Scan {
 
 // Rows of one tensor: the tile's, and others before or after.
 struct Rows {
-    char* tile;  // the tile's first row
-    i64 apart;   // bytes from row to row
+    char* tile;   // the tile's first row
+    i64 apart;    // bytes from row to row
+    bool shared;  // whether all channels have one element
 
-    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Position& at)
-        : tile(reinterpret_cast<char*>(const_cast<Storage*>(tensor) + (at.batch * by_batch + at.channel + i64(at.first) * by_time))),
-          apart(by_time * i64(ITEM)) {}
+    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Position& at, i64 by_channel = 1)
+        : tile(reinterpret_cast<char*>(const_cast<Storage*>(tensor) +
+                                       (at.batch * by_batch + at.channel * by_channel + i64(at.first) * by_time))),
+          apart(by_time * i64(ITEM)),
+          shared(by_channel == 0 && at.channels > 1) {}
     __device__ char* at(int row) const { return tile + row * apart; }
 };
 
@@ -156,7 +161,7 @@ struct Layout {
     __device__ static int offset(const Rows& rows) { return int(reinterpret_cast<u64>(rows.tile)) & (PIECE - 1); }
     __device__ int of(int row) const { return first + row * pitch; }
     __device__ bool fits(const Rows& rows) const {
-        return ((offset(rows) - first) & (PIECE - 1)) == 0 && ((int(rows.apart) - pitch) & (PIECE - 1)) == 0;
+        return !rows.shared && ((offset(rows) - first) & (PIECE - 1)) == 0 && ((int(rows.apart) - pitch) & (PIECE - 1)) == 0;
     }
 };
 
@@ -208,7 +213,8 @@ __device__ inline void for_elements(const Rows& rows, const Layout& layout, cons
     if (at.lane >= at.channels || at.slot >= at.slots) return;
 #pragma unroll 1
     for (int row = begin + at.slot; row < end; row += at.slots)
-        visit(*(reinterpret_cast<Storage*>(rows.at(row)) + at.lane), element(tile, layout.of(row) + at.lane * ITEM));
+        visit(*(reinterpret_cast<Storage*>(rows.at(row)) + (rows.shared ? 0 : at.lane)),
+              element(tile, layout.of(row) + at.lane * ITEM));
 }
 __device__ inline void copy_in(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
                                int begin, int end) {
@@ -292,9 +298,9 @@ struct Inputs {
     const bool one_gate;
     const State gate;
 
-    __device__ Inputs(const Storage* gates, i64 by_batch, i64 by_time, const Position& at)
+    __device__ Inputs(const Storage* gates, i64 by_batch, i64 by_channel, i64 by_time, const Position& at)
         : one_gate(by_time == 0),
-          gate(one_gate && at.own ? Element::widen(gates[at.batch * by_batch + at.channel + at.lane]) : State(0)) {}
+          gate(one_gate && at.own ? Element::widen(gates[at.batch * by_batch + (at.channel + at.lane) * by_channel]) : State(0)) {}
     template <int N>
     __device__ void read(const RowsAhead<N>& rows, State (&gates)[N], State (&others)[N]) const {
         rows.read(1, others);

@@ -57,6 +57,13 @@ def scattered(case: cases.Case, offset: int | None = None) -> tuple[LinearScanPr
     return replace(case.problem, alignment=2), tensors, memories
 
 
+def shared(case: str, direction: str = "forward") -> LinearScanProblem:
+    """The problem of a case whose channels share a gate for each step."""
+    problem = posed(case, direction, gate_stride=1)
+    gates, *others = problem.strides
+    return replace(problem, strides=(replace(gates, channel=0), *others))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("direction", "dtype", "warps"),
@@ -156,6 +163,28 @@ def test_one_gate_a_channel(dtype: str, cuda_emulator: ModuleType, tmp_path: Pat
                 assert case.error() <= cases.TOLERANCE[dtype], (shape, setting, sums)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_gates_that_channels_share(
+    direction: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """A gate for each step, or one for all; of each batch, or of all batches."""
+    torch.manual_seed(0)
+    kernel, variant = the_kernel(direction, "bfloat16", 4)
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    shared = (("channel",), ("batch", "channel"), ("channel", "time"))
+    shapes = ((2, 17, 50), (1, 33, 300), (2, 64, 2100), (60, 8, 20), (3, 1, 90))
+    for seed, (shape, broadcast) in enumerate(product(shapes, shared)):
+        setting = cases.Setting(True, bool(seed % 2), packed=seed % 4 == 3, broadcast=broadcast)
+        trial = cases.draw(shape, setting, "bfloat16", "cpu")
+        has_sums = direction == "backward" and "time" in broadcast and not setting.packed
+        for sums in (False, True)[: 1 + has_sums]:
+            case = trial.case(kernel.name, aligned=True, sums=sums)
+            assert kernel.rules.kind_mismatch(variant, case.problem) is None
+            library.run(case.problem, case.tensors, seed)
+            assert case.error() <= cases.TOLERANCE["bfloat16"], (shape, setting, sums)
+
+
 @pytest.mark.parametrize(
     ("problem", "is_taken"),
     [
@@ -175,6 +204,8 @@ def test_one_gate_a_channel(dtype: str, cuda_emulator: ModuleType, tmp_path: Pat
         (posed("256,2000,7:float32"), False),
         (posed("64,2048,17:float32", "backward", gate_stride=0), True),
         (posed("8,4096,1024:bfloat16", alignment=2), True),
+        (shared("8,4096,1024:bfloat16"), True),
+        (shared("1,70000,12:float32", "backward"), True),
         (posed("8,4099,1001:bfloat16"), False),
         (posed("256,512,21:float32"), False),
         (posed("8,4096,1024:bfloat16"), False),
