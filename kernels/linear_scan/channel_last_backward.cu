@@ -274,11 +274,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     if (gates_grad) lookback.add_up(sum, boundary(reinterpret_cast<State*>(gates_grad)), batch * channels);
     lookback.leave();
 #elif SCALAR
-    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, !(flags & 1), offsets, sequences, flags);
+    unsigned* const own = own_workspace(workspace, flags);
+    const Position at(own, batch, channels, time, !(flags & 1), offsets, sequences, flags);
     GateStorage* const each_gate = flags & 2 ? nullptr : gates_grad;
-    const auto result = [&](Storage* tensor) { return Rows(tensor, grads_batch, grads_time, at); };
+    const auto result = [&](Storage* tensor) { return Rows(tensor, grads_outer, grads_batch, grads_time, at); };
     const Layout layout(tokens_grad || each_gate ? result(tokens_grad ? tokens_grad : each_gate)
-                                                 : Rows(states_grad, states_grad_batch, states_grad_time, at), at);
+                                                 : Rows(states_grad, states_grad_outer, states_grad_batch, states_grad_time, at), at);
     const Movers movers(layout, at);
 #pragma unroll 1
     for (int tile = gates_time ? 0 : 1; tile < (gates_grad ? 3 : 2); tile++) {
@@ -286,25 +287,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
         const int later = tile < 2 ? 0 : at.against ? -1 : 1;
         const int begin = later < 0 && at.first == 0 ? 0 : later;
         const int end = at.rows + (later > 0 && at.first + at.rows == at.all ? 0 : later);
-        copy_in(tile == 0   ? Rows(gates, gates_batch, gates_time, at, gates_channel)
-                : tile == 1 ? Rows(states_grad, states_grad_batch, states_grad_time, at)
-                            : Rows(states, states_batch, states_time, at),
+        copy_in(tile == 0   ? Rows(gates, gates_outer, gates_batch, gates_time, at, gates_channel)
+                : tile == 1 ? Rows(states_grad, states_grad_outer, states_grad_batch, states_grad_time, at)
+                            : Rows(states, states_outer, states_batch, states_time, at),
                 layout, movers, at, tile, begin, end);
     }
     const Scan scan(at, at.begin + at.slot * at.steps);
     wait_for_tile();
     const Cursor cursor(layout, at);
-    const Inputs inputs(gates, gates_batch, gates_channel, gates_time, at);
-    const Ends ends{at, final_state_grad, initial_state_grad, state_batch, state_channel, state_time};
+    const Inputs inputs(gates, gates_outer, gates_batch, gates_channel, gates_time, at);
+    const Ends ends{at, final_state_grad, initial_state_grad, state_outer, state_batch, state_channel, state_time};
     Finishing pass{inputs, ends, initial_state, gates_grad != nullptr,
-                   enter_rows<BackwardStep>(inputs, ends, at, cursor, scan, workspace)};
+                   enter_rows<BackwardStep>(inputs, ends, at, cursor, scan, own)};
     for_rows(at, cursor, scan, pass);
     __syncthreads();
 #pragma unroll 1
     for (int tile = each_gate ? 0 : 1; tile < (tokens_grad ? 2 : 1); tile++)
         copy_out(result(tile ? tokens_grad : each_gate), layout, movers, at, tile);
     if (flags & 2)
-        add_up(pass.sum, at, reinterpret_cast<State*>(gates_grad) + at.state(0, state_batch, state_channel, 0), batch * channels);
+        add_up(pass.sum, at, reinterpret_cast<State*>(gates_grad) + at.state(0, state_outer, state_batch, state_channel, 0),
+               outer * batch * channels);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

@@ -245,22 +245,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     if (at.ends()) Boundary(final_state, state_batch, state_channel, at).write(state);
     lookback.leave();
 #elif SCALAR
-    const Position at(static_cast<unsigned*>(workspace), batch, channels, time, flags & 1, offsets, sequences, flags);
-    const Layout layout(Rows(states, states_batch, states_time, at), at);
+    unsigned* const own = own_workspace(workspace, flags);
+    const Position at(own, batch, channels, time, flags & 1, offsets, sequences, flags);
+    const Layout layout(Rows(states, states_outer, states_batch, states_time, at), at);
     const Movers movers(layout, at);
 #pragma unroll 1
     for (int tile = gates_time ? 0 : 1; tile < 2; tile++)
-        copy_in(tile ? Rows(tokens, tokens_batch, tokens_time, at) : Rows(gates, gates_batch, gates_time, at, gates_channel),
+        copy_in(tile ? Rows(tokens, tokens_outer, tokens_batch, tokens_time, at)
+                     : Rows(gates, gates_outer, gates_batch, gates_time, at, gates_channel),
                 layout, movers, at, tile, 0, at.rows);
     const Scan scan(at, at.begin + at.slot * at.steps);
     wait_for_tile();
     const Cursor cursor(layout, at);
-    const Inputs inputs(gates, gates_batch, gates_channel, gates_time, at);
-    const Ends ends{at, initial_state, final_state, state_batch, state_channel, state_time};
-    Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, scan, workspace)};
+    const Inputs inputs(gates, gates_outer, gates_batch, gates_channel, gates_time, at);
+    const Ends ends{at, initial_state, final_state, state_outer, state_batch, state_channel, state_time};
+    Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, scan, own)};
     for_rows(at, cursor, scan, pass);
     __syncthreads();
-    copy_out(Rows(states, states_batch, states_time, at), layout, movers, at, 1);
+    copy_out(Rows(states, states_outer, states_batch, states_time, at), layout, movers, at, 1);
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

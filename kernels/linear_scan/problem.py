@@ -162,15 +162,15 @@ class LinearScanProblem:
         contiguous = self.layout == "channel_last" and self.channels > 1
         return contiguous and self.strides_of("gates").channel == 0
 
-    def plain(self, *, may_share: bool = False) -> bool:
-        """Whether nothing is broadcast, but gates along time, or mixed, and one batch dimension says it all. ``may_share``: gates may
-        also be broadcast along contiguous channels."""
+    def plain(self, *, widely: bool = False) -> bool:
+        """Whether nothing is broadcast, but gates along time, or mixed, and one batch dimension says it all. ``widely``: gates may
+        also be broadcast along contiguous channels, and there may be two batch dimensions."""
         row, unit = (
             (self.time, "time") if self.layout == "time_last" else (self.channels, "channel")
         )
-        rows = self.rows_strides()[may_share and self.shares_gates() :]
+        rows = self.rows_strides()[widely and self.shares_gates() :]
         return (
-            self.outer == 1
+            (self.outer == 1 or widely)
             and self.gates_dtype == self.dtype
             and all(row == 1 or getattr(s, unit) == 1 for s in rows)
         )

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from scan_registry.kernels.linear_scan import narrow
 from scan_registry.kernels.linear_scan.problem import (
+    MOST_ALONG_Y,
     SUM_STEPS,
     Direction,
     LinearScanProblem,
@@ -87,11 +88,12 @@ def _area(variant: Variant) -> int:
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why it does not solve a problem, or is not the fastest for it."""
     tiles = launch(variant, problem, 0).grid[0]
-    if max(problem.batch * problem.time, problem.channels, tiles) > _MOST:
-        return f"more than {_MOST} rows, channels or tiles"
+    most = max(problem.batch * problem.time, problem.channels, tiles)
+    if most > _MOST or problem.outer > MOST_ALONG_Y:
+        return f"more than {_MOST} rows, channels or tiles, or {MOST_ALONG_Y} outer batches"
     if problem.sequences:
         return _refuses_packed(problem)
-    if problem.shares_gates():
+    if _is_alone(problem):
         return None
     if problem.whole_chunks(problem.chunk()):
         return None if _short_rows(problem) else "rows are aligned, and not short in many batches"
@@ -100,20 +102,26 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     return _column_serial_is_faster(problem)
 
 
+def _is_alone(problem: LinearScanProblem) -> bool:
+    """Whether only generic kernels, whose tiles wait for one another in turn, take it beside this one."""
+    return problem.shares_gates() or problem.outer > 1
+
+
 def packs(problem: LinearScanProblem) -> bool:
     """Whether packed sequences go to such tiles."""
     has_tiles = (problem.dtype, problem.direction) in _STEPS_AND_BLOCKS
-    return has_tiles and problem.plain(may_share=True) and _refuses_packed(problem) is None
+    return has_tiles and problem.plain(widely=True) and _refuses_packed(problem) is None
 
 
 def _refuses_packed(problem: LinearScanProblem) -> str | None:
     """Why it does not take packed sequences, or is not the fastest for them."""
     if problem.sums:
         return "tiles do not sum the gradient of gates over sequences"
-    rows, mean = problem.batch * problem.channels, problem.time / problem.sequences
+    rows = problem.outer * problem.batch * problem.channels
+    mean = problem.time / problem.sequences
     if rows > _MANY_CHANNELS:
         return f"{rows} channels: kernels that take sequences in turn are faster"
-    is_aligned = problem.whole_chunks(problem.chunk()) and not problem.shares_gates()
+    is_aligned = problem.whole_chunks(problem.chunk()) and not _is_alone(problem)
     if is_aligned and problem.channels * ITEM_SIZE[problem.dtype] <= _SHORT_ROW:
         return None
     step = _ALIGNED_STEP if is_aligned else _MISALIGNED_STEP
@@ -233,24 +241,26 @@ def _follow(problem: LinearScanProblem) -> bool:
     sequences = problem.sequence_strides()
     follow = all(strides.batch == problem.time * strides.time for strides in sequences)
     plain = not problem.sums and not problem.sequences
-    return follow and problem.batch > 1 and problem.time > 1 and plain
+    return follow and problem.outer == 1 and problem.batch > 1 and problem.time > 1 and plain
 
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
-    """A CTA for each tile."""
+    """A CTA for each tile; outer batches lie along y, each with a workspace of its own."""
     shape = tile_shape(variant, problem)
     batches, time = (
         (1, problem.batch * problem.time) if shape.joined else (problem.batch, problem.time)
     )
     columns = batches * ceil_div(problem.channels, shape.across)
     groups = [ceil_div(time, shape.times)]
-    grid, scalars = (columns * groups[0], 1, 1), problem.scalars(shape.flags())
+    grid = columns * groups[0], problem.outer, 1
     if groups[0] == 1:
-        return Launch(grid, scalars)
+        return Launch(grid, problem.scalars(shape.flags()))
     while groups[-1] > 1:
         groups.append(ceil_div(groups[-1], _GROUP))
     maps = columns * shape.across * sum(groups)
-    return Launch(grid, scalars, _COUNTER + maps * _map_bytes(problem.dtype))
+    own = _COUNTER + maps * _map_bytes(problem.dtype)
+    scalars = problem.scalars(shape.flags() | own // _PIECE << 20)
+    return Launch(grid, scalars, problem.outer * own)
 
 
 def _map_bytes(dtype: str) -> int:

@@ -12,6 +12,8 @@
 // map of the tile. Then it looks back: it reads the maps of the tiles before, and composes them to the state that enters the tile.
 // Results take the place of inputs in shared memory, and leave it in pieces of 16 bytes.
 //
+// blockIdx.y is the index along the outer one of two dimensions of batches. Its batches have a counter and maps of their own.
+//
 // A column is some channels over all of time: of one batch, or, where batches are short, of all batches, one after the other. The
 // first row of each batch begins a scan, and so does that of each packed sequence: its map has scale 0.
 //
@@ -23,8 +25,8 @@
 // of level 2, and so on. The order of operations is fixed, so results are the same in every run. CTAs draw tiles from a counter,
 // those of the earliest time steps first, so a tile waits only for tiles of CTAs that are running or done.
 //
-// workspace, zeroed before the launch, or null if columns have one tile each: a counter in its first 16 bytes; then for each level
-// the maps (tile_state.cuh) of its groups: [group][column][line of the map][channel].
+// workspace, zeroed before the launch, or null if columns have one tile each: for each outer index a counter in 16 bytes; then for each
+// level the maps (tile_state.cuh) of its groups: [group][column][line of the map][channel].
 #pragma once
 // From capability 12.0 on, the shared memory of an SM holds fewer than BLOCKS CTAs, so registers need not be limited for them.
 #if __CUDA_ARCH__ >= 1200
@@ -59,6 +61,11 @@ struct TileShape {
     __device__ explicit TileShape(i64 flags)
         : across(int(flags >> 2) & 0x3ff), steps(int(flags >> 12) & 0xff), joined(flags >> 20 & 1), dense(flags >> 21 & 1) {}
 };
+
+// The workspace of the CTA's outer index. The launch says how many pieces each has.
+__device__ inline unsigned* own_workspace(void* workspace, i64 flags) {
+    return workspace ? static_cast<unsigned*>(workspace) + blockIdx.y * (flags >> 22) * (PIECE / 4) : nullptr;
+}
 
 // A CTA's tile, and in it a thread's channel and rows. A column has fewer than 2^31 rows.
 struct Position : TileShape {
@@ -97,9 +104,9 @@ struct Position : TileShape {
     __device__ int times() const { return slots * steps; }
     __device__ bool is_last() const { return begin + rows == all; }
     // Where the states of a scan of the column lie, by its number in order.
-    __device__ i64 state(unsigned number, i64 by_batch, i64 by_channel, i64 by_sequence) const {
+    __device__ i64 state(unsigned number, i64 by_outer, i64 by_batch, i64 by_channel, i64 by_sequence) const {
         const unsigned of = against ? scans - 1 - number : number;
-        return batch * by_batch + (channel + lane) * by_channel + of * (joined ? by_batch : by_sequence);
+        return blockIdx.y * by_outer + batch * by_batch + (channel + lane) * by_channel + of * (joined ? by_batch : by_sequence);
     }
     // The row of the column with which a scan begins; for `scans`, the row after the last one's last.
     __device__ unsigned begin_of(unsigned number) const {
@@ -138,9 +145,10 @@ struct Rows {
     i64 apart;    // bytes from row to row
     bool shared;  // whether all channels have one element
 
-    __device__ Rows(const Storage* tensor, i64 by_batch, i64 by_time, const Position& at, i64 by_channel = 1)
-        : tile(reinterpret_cast<char*>(const_cast<Storage*>(tensor) +
-                                       (at.batch * by_batch + at.channel * by_channel + i64(at.first) * by_time))),
+    __device__ Rows(const Storage* tensor, i64 by_outer, i64 by_batch, i64 by_time, const Position& at, i64 by_channel = 1)
+        : tile(reinterpret_cast<char*>(
+              const_cast<Storage*>(tensor) +
+              (blockIdx.y * by_outer + at.batch * by_batch + at.channel * by_channel + i64(at.first) * by_time))),
           apart(by_time * i64(ITEM)),
           shared(by_channel == 0 && at.channels > 1) {}
     __device__ char* at(int row) const { return tile + row * apart; }
@@ -283,14 +291,14 @@ struct Ends {
     const Position& at;
     const State* before;
     State* after;
-    i64 by_batch, by_channel, by_sequence;
+    i64 by_outer, by_batch, by_channel, by_sequence;
 
     __device__ State read(const State* states, unsigned scan) const {
-        return states ? states[at.state(scan, by_batch, by_channel, by_sequence)] : State(0);
+        return states ? states[at.state(scan, by_outer, by_batch, by_channel, by_sequence)] : State(0);
     }
     __device__ State enter(unsigned scan) const { return read(before, scan); }
     __device__ void leave(unsigned scan, State x) const {
-        if (after) after[at.state(scan, by_batch, by_channel, by_sequence)] = x;
+        if (after) after[at.state(scan, by_outer, by_batch, by_channel, by_sequence)] = x;
     }
 };
 // What maps are made of: gates, from the first tile, or one of each channel; and tokens or their gradients, from the second tile.
@@ -298,9 +306,11 @@ struct Inputs {
     const bool one_gate;
     const State gate;
 
-    __device__ Inputs(const Storage* gates, i64 by_batch, i64 by_channel, i64 by_time, const Position& at)
+    __device__ Inputs(const Storage* gates, i64 by_outer, i64 by_batch, i64 by_channel, i64 by_time, const Position& at)
         : one_gate(by_time == 0),
-          gate(one_gate && at.own ? Element::widen(gates[at.batch * by_batch + (at.channel + at.lane) * by_channel]) : State(0)) {}
+          gate(one_gate && at.own
+                   ? Element::widen(gates[blockIdx.y * by_outer + at.batch * by_batch + (at.channel + at.lane) * by_channel])
+                   : State(0)) {}
     template <int N>
     __device__ void read(const RowsAhead<N>& rows, State (&gates)[N], State (&others)[N]) const {
         rows.read(1, others);
@@ -439,14 +449,14 @@ struct Prefix {
 // before the thread's has, too: its shift is the state.
 template <class DirectedStep>
 __device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const Position& at, const Cursor& cursor, const Scan& scan,
-                                   void* workspace) {
+                                   unsigned* workspace) {
     __shared__ State entering[THREADS];
     Composing<DirectedStep> pass(inputs, ends);
     for_rows(at, cursor, scan, pass);
     Prefix prefix(at);
     prefix.scan(pass.own);
     // A launch of one tile for each column has no room for maps.
-    if (workspace) prefix.look_back(static_cast<uint4*>(workspace) + 1);
+    if (workspace) prefix.look_back(reinterpret_cast<uint4*>(workspace) + 1);
     if (prefix.composes) entering[at.lane] = prefix.tiles.shift;
     __syncthreads();
     const State x = at.lane < at.across ? entering[at.lane] : State(0);

@@ -126,7 +126,7 @@ def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
         return "no sequences are packed"
     if access in space.PLAIN[problem.layout] and access != space.SCALAR and problem.sequences > 0:
         return "sequences are packed"
-    if access != "generic" and not problem.plain(may_share=access == space.SCALAR):
+    if access != "generic" and not problem.plain(widely=access == space.SCALAR):
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
     return None
 

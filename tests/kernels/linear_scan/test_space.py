@@ -108,8 +108,10 @@ def test_what_is_in_no_space_is_not_allowed() -> None:
 @pytest.mark.parametrize("kernel", TUNED, ids=IDS)
 def test_kinds_tell_aligned_problems_from_others(kernel: Kernel) -> None:
     assert kernel.tunable.shape is not None
-    # Batches that do not fold into one dimension.
-    aligned, odd = a_problem(kernel.name), replace(a_problem(kernel.name, alignment=4), outer=2)
+    aligned = a_problem(kernel.name)
+    # Batches that do not fold into one dimension, in a dtype of 8 bytes.
+    wide = {"dtype": "float64", "gates_dtype": "float64"}
+    odd = replace(a_problem(kernel.name, alignment=4), outer=2, **wide)
     assert "access=aligned" in kernel.tunable.shape(aligned).kind
     assert "access=generic" in kernel.tunable.shape(odd).kind
     for problem, access in ((aligned, "aligned"), (odd, "generic")):
