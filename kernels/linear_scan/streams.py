@@ -131,6 +131,8 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
     if problem.has_one_gate() and not takes_one_gate(variant):
         return "each channel has one gate for all time steps"
+    if is_wide(variant) and takes_misaligned(variant) and problem.time < times(variant):
+        return f"a tile has {times(variant)} time steps: narrower ones are faster"
     return refuses(variant, problem)
 
 
