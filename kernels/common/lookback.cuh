@@ -27,12 +27,16 @@
 // turns earlier (and a group's aggregate once those of the group's earlier segments are published), and a segment waits
 // only for segments with lower numbers. So the segment with the lowest number whose aggregate is missing waits for none.
 //
-// workspace, zeroed before the launch: the counter in 16 bytes, then the aggregates of all segments, then those of groups
-// (tile_state.cuh).
+// Where the GPU has room for a CTA for each segment and one more, nothing is drawn: the first CTA zeroes the workspace
+// (workspace_init.cuh), and each other one has the segment of its index. A GPU starts CTAs in the order of their indices.
+//
+// workspace, zeroed before the launch or by the first CTA: the head of WorkspaceInit, which has the counter in its first bytes,
+// then the aggregates of all segments, then those of groups (tile_state.cuh).
 #pragma once
 #include "../common/barrier.cuh"
 #include "../common/copy.cuh"
 #include "../common/tile_state.cuh"
+#include "../common/workspace_init.cuh"
 
 struct Tile {
     unsigned level, column;
@@ -99,6 +103,8 @@ struct Drawn {
 
     __device__ explicit Drawn(const Grid& grid)
         : grid(grid), segments((grid.levels + TILE_WARPS - 1) / TILE_WARPS) {}
+    // Whether each CTA but the first has one segment.
+    __device__ bool once() const { return gridDim.x > segments * grid.columns; }
     static __device__ Segment& segment(int turn) {
         constexpr int KEPT = 16;
         static_assert(PREFIX_LEAD == 0 || (PREFIX_LEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
@@ -152,7 +158,8 @@ struct LookbackWarp {
 
     const Work& work;
     const Drawn drawn;
-    uint4* const maps;
+    const WorkspaceInit workspace_init;
+    uint4* const maps = static_cast<uint4*>(workspace_init.past_head());
     const int number = threadIdx.x / 32 - TILE_WARPS, lane = threadIdx.x % 32, place = lane / OWN;
     const int scan = number % LOOKBACK_WARPS_OF_TURN * OWN + lane % OWN;
 
@@ -164,6 +171,9 @@ struct LookbackWarp {
         return map_of({drawn.segments + segment.level / GROUP, segment.column});
     }
     __device__ void run() {
+        if (drawn.once() && number < LOOKBACK_WARPS_OF_TURN && lane == 0)
+            workspace_init.await((gridDim.x - 1) * LOOKBACK_WARPS_OF_TURN);
+        __syncwarp();
         for (int turn = number / LOOKBACK_WARPS_OF_TURN;; turn += TURNS) {
             await_composed(turn);
             if (!drawn.there(turn)) {
@@ -321,7 +331,16 @@ struct Schedule {
     static __device__ bool is_lookback() { return from_lane(threadIdx.x / 32, 0) >= TILE_WARPS; }
     template <class Work>
     __device__ void combine(const Work& work, void* workspace) const {
-        LookbackWarp<Work>{work, Drawn(grid), static_cast<uint4*>(workspace) + 1}.run();
+        LookbackWarp<Work>{work, Drawn(grid), WorkspaceInit(workspace, 0)}.run();
+    }
+    // Whether this CTA has no segment, and zeroes the workspace.
+    template <class Work>
+    __device__ bool initializes(void* workspace) const {
+        const Drawn drawn(grid);
+        if (blockIdx.x > 0 || !drawn.once()) return false;
+        const unsigned maps = (drawn.segments + drawn.segments / LEAST_GROUP) * grid.columns;
+        WorkspaceInit(workspace, int(maps * (MAP_LINES * Work::SCANS * 16))).initialize();
+        return true;
     }
     template <class Work>
     __device__ void walk(const Work& work, void* workspace) const {
@@ -333,9 +352,12 @@ struct Schedule {
             const Segment segment = drawn.segment(turn);
             return Tile{segment.level * TILE_WARPS + warp, segment.column};
         };
-        const auto draw = [&] { return threadIdx.x == 0 ? atomicAdd(counter, 1u) : 0; };
+        const bool once = drawn.once();
+        // Of atomicAdd the compiler does not see that a single lane calls it: it would gather the lanes that do, and wait for the
+        // result at once.
+        const auto draw = [&] { return threadIdx.x > 0 || once ? ~0u : atomicInc(counter, ~0u >> 1); };
         if (threadIdx.x == 0) Drawn::start<SharedStorage::COLUMNS>();
-        unsigned number = draw();
+        unsigned number = once ? blockIdx.x - 1 : draw();
         typename Work::TilePrefix tile_prefixes[TURNS];
         int turn = -STAGES;
         for (; turn < 0 || drawn.there(turn); turn++) {

@@ -32,6 +32,11 @@ struct WorkspaceInit {
         const uint4 there = load_acquire(line), expected = flag();
         return there.x == expected.x && there.y == expected.y && there.z == expected.z && there.w == expected.w;
     }
+    // Waits for the flag, which the last of `readers` takes back. To be called by one thread of each.
+    __device__ void await(unsigned readers) const {
+        while (!is_ready()) {}
+        if (count_reader() + 1 == readers) retract();
+    }
     // How many CTAs have seen the flag before this one. To be called once by each that has seen it.
     __device__ unsigned count_reader() const { return atomicAdd(&line[1].x, 1u); }
     __device__ void retract() const { store_relaxed(line, uint4{}); }

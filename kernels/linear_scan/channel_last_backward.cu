@@ -275,6 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     lookback.leave();
 #elif SCALAR
     unsigned* const own = own_workspace(workspace, flags);
+    if (const int maps = TileShape::maps(flags); maps && blockIdx.x == 0) return WorkspaceInit(own, maps).initialize();
     const Position at(own, batch, channels, time, !(flags & 1), offsets, sequences, flags);
     GateStorage* const each_gate = flags & 2 ? nullptr : gates_grad;
     const auto result = [&](Storage* tensor) { return Rows(tensor, grads_outer, grads_batch, grads_time, at); };
@@ -293,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                 layout, movers, at, tile, begin, end);
     }
     const Scan scan(at, at.begin + at.slot * at.steps);
-    wait_for_tile();
+    wait_for_tile(flags, own);
     const Cursor cursor(layout, at);
     const Inputs inputs(gates, gates_outer, gates_batch, gates_channel, gates_time, at);
     const Ends ends{at, final_state_grad, initial_state_grad, state_outer, state_batch, state_channel, state_time};
@@ -359,6 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                              state_batch,
                              state_channel};
     const Schedule schedule{scans.grid};
+    if (schedule.initializes<BackwardTiles>(workspace)) return;
     if (schedule.is_lookback()) schedule.combine(work, workspace);
     else schedule.walk(work, workspace);
 #else

@@ -246,6 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     lookback.leave();
 #elif SCALAR
     unsigned* const own = own_workspace(workspace, flags);
+    if (const int maps = TileShape::maps(flags); maps && blockIdx.x == 0) return WorkspaceInit(own, maps).initialize();
     const Position at(own, batch, channels, time, flags & 1, offsets, sequences, flags);
     const Layout layout(Rows(states, states_outer, states_batch, states_time, at), at);
     const Movers movers(layout, at);
@@ -255,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                      : Rows(gates, gates_outer, gates_batch, gates_time, at, gates_channel),
                 layout, movers, at, tile, 0, at.rows);
     const Scan scan(at, at.begin + at.slot * at.steps);
-    wait_for_tile();
+    wait_for_tile(flags, own);
     const Cursor cursor(layout, at);
     const Inputs inputs(gates, gates_outer, gates_batch, gates_channel, gates_time, at);
     const Ends ends{at, initial_state, final_state, state_outer, state_batch, state_channel, state_time};
@@ -306,6 +307,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                             state_batch,
                             state_channel};
     const Schedule schedule{scans.grid};
+    if (schedule.initializes<ForwardTiles>(workspace)) return;
     if (schedule.is_lookback()) schedule.combine(work, workspace);
     else schedule.walk(work, workspace);
 #else

@@ -21,6 +21,7 @@ from scan_registry.kernels.linear_scan.problem import (
     state_dtype,
 )
 from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.linear_scan.streams import HEAD
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: By dtype and direction, the most steps of a thread, and CTAs of 8 warps for each SM; of 4 warps there are twice as many. GPUs with
@@ -58,8 +59,12 @@ _LAUNCH, _ALIGNED_STEP, _MISALIGNED_STEP, _MANY_CHANNELS = 1.5e6, 3800, 30_000, 
 _MOST = 2**31 - 1
 #: Tiles of a group, and groups of a group of the next level.
 _GROUP = 32
-#: Bytes before the maps of tiles.
-_COUNTER = 16
+#: Bytes of a workspace so small that one CTA zeroes it while others load.
+_FEW_BYTES = 1 << 17
+#: Rows of few channels with so few elements that most SMs would be idle have tiles of fewer steps, and more of them.
+_FEW_ELEMENTS, _FEWER_STEPS, _BUSY = 1 << 19, 15, 128
+#: Of these, rows of so few elements and channels, for which tiles of few warps are faster.
+_FEWEST_ELEMENTS, _FEWEST_CHANNELS = 1 << 18, 7
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -164,7 +169,12 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
     a thread then has more rows, and fewer threads wait for one another."""
     shape = tile_shape(variant, problem)
     short = problem.channels <= _NARROW_ROW and (shape.joined or shape.times >= problem.time)
-    return -1.0 - (variant.number("warps") == (_FEW_WARPS if short else _MANY_WARPS))
+    fewest = (
+        problem.channels <= _FEWEST_CHANNELS
+        and _elements(problem) <= _FEWEST_ELEMENTS
+        and _is_small(problem, shape.across, variant.number("steps"))
+    )
+    return -1.0 - (variant.number("warps") == (_FEW_WARPS if short or fewest else _MANY_WARPS))
 
 
 class TileShape(NamedTuple):
@@ -214,6 +224,20 @@ def tile_shape(variant: Variant, problem: LinearScanProblem) -> TileShape:
     return min(shapes, key=cost)
 
 
+def _elements(problem: LinearScanProblem) -> int:
+    return problem.outer * problem.batch * problem.channels * problem.time
+
+
+def _is_small(problem: LinearScanProblem, across: int, most: int) -> bool:
+    """Whether rows have few elements, and a batch more than one tile of many warps."""
+    return (
+        problem.channels <= _NARROW_ROW
+        and _elements(problem) <= _FEW_ELEMENTS
+        and problem.time > 32 * _MANY_WARPS // across * most
+        and not problem.sums
+    )
+
+
 def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> TileShape:
     across, item = ceil_div(problem.channels, number), ITEM_SIZE[problem.dtype]
     slots = 32 * variant.number("warps") // across
@@ -228,6 +252,12 @@ def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> Ti
     if across < _ACROSS[0]:
         most -= 1 - most % 2  # odd, so that few threads have the same bank of shared memory
     tiles = ceil_div(problem.time, slots * most)
+    if _is_small(problem, across, most):
+        busy = min(
+            ceil_div(problem.time, slots * _FEWER_STEPS),
+            _BUSY // (problem.outer * problem.batch * number),
+        )
+        tiles = max(tiles, busy)
     steps = most if tiles > 1 and problem.sums else ceil_div(problem.time, slots * tiles)
     if steps < _LEAST_STEPS and _follow(problem):
         return TileShape(across, slots, most, True, dense)
@@ -252,15 +282,16 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     )
     columns = batches * ceil_div(problem.channels, shape.across)
     groups = [ceil_div(time, shape.times)]
-    grid = columns * groups[0], problem.outer, 1
+    ctas, shape_flags = columns * groups[0], shape.flags()
     if groups[0] == 1:
-        return Launch(grid, problem.scalars(shape.flags()))
+        return Launch((ctas, problem.outer, 1), problem.scalars(shape_flags))
     while groups[-1] > 1:
         groups.append(ceil_div(groups[-1], _GROUP))
-    maps = columns * shape.across * sum(groups)
-    own = _COUNTER + maps * _map_bytes(problem.dtype)
-    scalars = problem.scalars(shape.flags() | own // _PIECE << 20)
-    return Launch(grid, scalars, problem.outer * own)
+    own = HEAD + columns * shape.across * sum(groups) * _map_bytes(problem.dtype)
+    zeroed = own > _FEW_BYTES
+    scalars = problem.scalars(shape_flags | (not zeroed) << 20 | own // _PIECE << 21)
+    grid = ctas if zeroed else 1 + ctas, problem.outer, 1
+    return Launch(grid, scalars, problem.outer * own, zeroed)
 
 
 def _map_bytes(dtype: str) -> int:

@@ -25,8 +25,14 @@
 // of level 2, and so on. The order of operations is fixed, so results are the same in every run. CTAs draw tiles from a counter,
 // those of the earliest time steps first, so a tile waits only for tiles of CTAs that are running or done.
 //
-// workspace, zeroed before the launch, or null if columns have one tile each: for each outer index a counter in 16 bytes; then for each
-// level the maps (tile_state.cuh) of its groups: [group][column][line of the map][channel].
+// Where threads can read the maps of all tiles at once, there are no groups.
+//
+// Where maps are few (scalar.py), the first CTA of each outer index zeroes them while others load, and these have the tiles of their
+// indices, which a GPU starts in order.
+//
+// workspace, zeroed before the launch or by the first CTAs, or null if columns have one tile each: for each outer index the head of
+// WorkspaceInit, which has the counter in its first bytes; then for each level the maps (tile_state.cuh) of its groups:
+// [group][column][line of the map][channel].
 #pragma once
 // From capability 12.0 on, the shared memory of an SM holds fewer than BLOCKS CTAs, so registers need not be limited for them.
 #if __CUDA_ARCH__ >= 1200
@@ -38,12 +44,12 @@ enum : int { THREADS = 32 * WARPS };
 #include "../common/copy.cuh"
 #include "../common/shared_memory.cuh"
 #include "../common/tile_state.cuh"
+#include "../common/workspace_init.cuh"
 #include "../linear_scan/step.cuh"
 
 enum : int {
     GROUP = 32,              // tiles of a group, groups of a group of the next level
     LOOKS = 4,               // maps that a thread reads at once
-    READERS = GROUP / LOOKS, // slots that look back, at most
     AT_ONCE = 4,             // rows that are unrolled: more would be more code, and no faster
     PIECE = 16,
     ITEM = sizeof(Storage),
@@ -60,11 +66,15 @@ struct TileShape {
 
     __device__ explicit TileShape(i64 flags)
         : across(int(flags >> 2) & 0x3ff), steps(int(flags >> 12) & 0xff), joined(flags >> 20 & 1), dense(flags >> 21 & 1) {}
+    // Pieces of the workspace of an outer index.
+    __device__ static i64 pieces(i64 flags) { return flags >> 23; }
+    // Bytes of the maps that the first CTA zeroes, which then has no tile; 0 if the workspace is zeroed before the launch.
+    __device__ static int maps(i64 flags) { return flags >> 22 & 1 ? int(pieces(flags)) * PIECE - WorkspaceInit::HEAD : 0; }
 };
 
-// The workspace of the CTA's outer index. The launch says how many pieces each has.
+// The workspace of the CTA's outer index.
 __device__ inline unsigned* own_workspace(void* workspace, i64 flags) {
-    return workspace ? static_cast<unsigned*>(workspace) + blockIdx.y * (flags >> 22) * (PIECE / 4) : nullptr;
+    return workspace ? static_cast<unsigned*>(workspace) + blockIdx.y * TileShape::pieces(flags) * (PIECE / 4) : nullptr;
 }
 
 // A CTA's tile, and in it a thread's channel and rows. A column has fewer than 2^31 rows.
@@ -87,7 +97,7 @@ struct Position : TileShape {
         columns = (joined ? 1 : batches) * columns_across, all = joined ? batches * period : period;
         __shared__ unsigned drawn[3];
         if (threadIdx.x == 0) {
-            const unsigned tile = workspace ? atomicAdd(workspace, 1u) : blockIdx.x;
+            const unsigned tile = maps(flags) ? blockIdx.x - 1 : workspace ? atomicAdd(workspace, 1u) : blockIdx.x;
             drawn[0] = tile / columns, drawn[1] = tile % columns, drawn[2] = drawn[1] / columns_across;
         }
         slots = int(unsigned(THREADS) / unsigned(across)), slot = int(threadIdx.x / unsigned(across));
@@ -246,8 +256,10 @@ __device__ inline void copy_out(const Rows& rows, const Layout& layout, const Mo
     else
         for_elements(rows, layout, at, tile, 0, at.rows, [](Storage& to, const Storage& from) { to = from; });
 }
-__device__ inline void wait_for_tile() {
+// Waits for the tile, and for the workspace that the first CTA zeroes.
+__device__ inline void wait_for_tile(i64 flags, void* workspace) {
     commit_copies();
+    if (TileShape::maps(flags) && threadIdx.x == 0) WorkspaceInit(workspace, 0).await(gridDim.x - 1);
     wait_for_copies<0>();
     __syncthreads();
 }
@@ -399,11 +411,13 @@ struct Prefix {
         Level level{workspace + at.column * of_column + at.lane, at.columns * of_column, (at.all - 1) / times + 1};
         if (composes) publish(level.of(at.index), at.across, tile);
         Affine group = tile;
-        bool completes = composes;  // whether the tile is the last of its group, the group the last of its own, and so on
+        const bool is_one_group = level.count <= unsigned(at.slots * LOOKS);
+        // Whether the tile is the last of its group, the group the last of its own, and so on.
+        bool completes = composes && !is_one_group;
 #pragma unroll 1
         for (unsigned place = at.index;; place /= GROUP) {
             // Where batches are joined, a scan has few tiles: those before this one are read, in whatever group they are.
-            const int before = at.joined ? (at.begin % at.period + times - 1) / times : place % GROUP;
+            const int before = at.joined ? (at.begin % at.period + times - 1) / times : is_one_group ? place : place % GROUP;
             const Affine since = read(level, place - before, before);
             level.ascend();
             if (composes) {
@@ -411,13 +425,12 @@ struct Prefix {
                 completes = completes && before == GROUP - 1;
                 if (completes) publish(level.of(place / GROUP), at.across, group);
             }
-            if (at.joined || place < GROUP) break;
+            if (at.joined || is_one_group || place < GROUP) break;
         }
     }
     // In the last slot, the composition of `count` maps. Each of the other slots that read composes some of them.
     __device__ Affine read(const Level& level, unsigned first, int count) {
-        const int readers = at.slots < READERS ? at.slots : int(READERS);
-        const int share = (count + readers * LOOKS - 1) / (readers * LOOKS) * LOOKS, own = at.slot * share;
+        const int share = (count + at.slots * LOOKS - 1) / (at.slots * LOOKS) * LOOKS, own = at.slot * share;
         __syncthreads();  // what `maps` held has been read
         if (own < count) {
             Affine run;
@@ -456,7 +469,7 @@ __device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const
     Prefix prefix(at);
     prefix.scan(pass.own);
     // A launch of one tile for each column has no room for maps.
-    if (workspace) prefix.look_back(reinterpret_cast<uint4*>(workspace) + 1);
+    if (workspace) prefix.look_back(static_cast<uint4*>(WorkspaceInit(workspace, 0).past_head()));
     if (prefix.composes) entering[at.lane] = prefix.tiles.shift;
     __syncthreads();
     const State x = at.lane < at.across ? entering[at.lane] : State(0);

@@ -39,7 +39,7 @@ _MOST_ROWS = 2**31 - 1
 LINE = 128
 #: Single wave: the most bytes of gates and tokens. Some are read twice, the second time from the L2.
 _TWICE = 100_000_000
-#: Single wave: bytes before the descriptors, and of a descriptor.
+#: Bytes before what CTAs publish in a workspace that one of them may zero; of single wave, of a descriptor.
 HEAD, _WORD = 128, 8
 #: Several CTAs to a column: bytes before the descriptors.
 COUNTER = 256
@@ -131,7 +131,8 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return f"rows do not lie in chunks of {chunk} {problem.dtype} as it needs them"
     if problem.has_one_gate() and not takes_one_gate(variant):
         return "each channel has one gate for all time steps"
-    if is_wide(variant) and takes_misaligned(variant) and problem.time < times(variant):
+    wide = is_column_serial(variant) and rings.is_wide(dict(variant.statics))
+    if wide and takes_misaligned(variant) and problem.time < times(variant):
         return f"a tile has {times(variant)} time steps: narrower ones are faster"
     return refuses(variant, problem)
 
@@ -228,12 +229,14 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """One CTA for each column, but if these are far more than the GPU holds at once, as many as it holds. Scans that
-    are cut: one CTA for each segment, at most as many as the GPU holds. Single wave: as many as it holds."""
+    are cut: one CTA for each segment, and one that zeroes the workspace, or as many as the GPU holds. Single wave: as many
+    as it holds."""
     at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
         segments = _segments(variant, problem)
         workspace = _workspace(variant, problem, segments)
-        return Launch((min(segments, at_once), 1, 1), problem.scalars(), workspace)
+        ctas, zeroed = min(segments + 1, at_once), segments >= at_once
+        return Launch((ctas, 1, 1), problem.scalars(), workspace, zeroed)
     if _is_single_wave(variant):
         return _launch_single_wave(variant, problem, at_once)
     if is_column_serial(variant):
@@ -261,13 +264,13 @@ def _launch_single_wave(variant: Variant, problem: LinearScanProblem, resident: 
 
 
 def _workspace(variant: Variant, problem: LinearScanProblem, segments: int) -> int:
-    """Bytes of the counter, and of the aggregates of segments and of groups of segments. They lie in chunks of 16
+    """Bytes of the head, where the counter is, and of the aggregates of segments and of groups. They lie in chunks of 16
     bytes, each of three words and a flag."""
     words = 2 if ITEM_SIZE[problem.dtype] == 8 else 1
     compensated = ITEM_SIZE[problem.dtype] >= 4
     of_map = ceil_div((3 if compensated else 2) * words, 3)
     across = 1 if problem.layout == "time_last" else scans(variant)
-    return 16 * (1 + across * (segments + segments // LEAST_GROUP) * of_map)
+    return HEAD + 16 * across * (segments + segments // LEAST_GROUP) * of_map
 
 
 def _columns(variant: Variant, problem: LinearScanProblem) -> int:

@@ -361,6 +361,7 @@ template <template <bool> class Work, class Of>
 __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspace) {
     const Schedule schedule{scans.grid};
     if constexpr (CUT) {
+        if (schedule.initializes<Work<false>>(workspace)) return;
         if (schedule.is_lookback()) return schedule.combine(Work<false>{of, scans}, workspace);
     }
 #if VARLEN

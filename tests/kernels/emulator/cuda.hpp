@@ -175,6 +175,7 @@ T __shfl_xor_sync(unsigned, T x, int mask) {
 inline unsigned atomicAdd(unsigned* to, unsigned value) {
     return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
 }
+inline unsigned atomicInc(unsigned* to, unsigned) { return atomicAdd(to, 1u); }
 
 template <class To, class From>
 To emulated_bits(From from) {

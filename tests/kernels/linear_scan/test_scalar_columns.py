@@ -259,14 +259,39 @@ def test_what_takes_packed_sequences(problem: LinearScanProblem, is_taken: bool)
         (posed("1000,100,3:float32"), 4),
         (posed("256,512,7:float32"), 8),
         (posed("1,262144,21:float32"), 8),
+        (posed("2,7077,7:float32"), 4),
+        (posed("56,3496,2:bfloat16"), 8),
+        (posed("1,8192,21:float32"), 8),
     ],
     ids=repr,
 )
 def test_short_batches_take_few_warps(problem: LinearScanProblem, warps: int) -> None:
-    """Many warps where few would need another tile for a batch."""
+    """Many warps where few would need another tile for a batch, but for the smallest scans."""
     kernel, _ = the_kernel(problem.direction, problem.dtype)
     taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
     assert min(taking, key=lambda v: kernel.cost(v, problem)).number("warps") == warps
+
+
+@pytest.mark.parametrize(
+    ("problem", "tiles", "zeroed"),
+    [
+        (posed("1,71174,3:bfloat16"), 56, False),
+        (posed("2,5775,41:bfloat16"), 62, False),
+        (posed("1,619993,2:bfloat16"), 157, False),
+        (posed("1,262144,21:float32"), 950, True),
+        (posed("56,3496,2:bfloat16"), 56, True),
+    ],
+    ids=repr,
+)
+def test_small_scans_keep_a_gpu_busy_and_zero_their_maps(
+    problem: LinearScanProblem, tiles: int, zeroed: bool
+) -> None:
+    """A CTA more zeroes the maps of tiles, if there are any, and they are few."""
+    kernel, variant = the_kernel(problem.direction, problem.dtype)
+    launch = kernel.launch(variant, problem, 132)
+    assert (launch.grid, launch.zeroed) == ((tiles + (not zeroed), 1, 1), zeroed)
+    assert launch.workspace == 16 * (launch.scalars["flags"] >> 23)
+    assert (launch.scalars["flags"] >> 22 & 1) == (not zeroed)
 
 
 def test_every_gpu_has_room_for_a_tile() -> None:

@@ -153,6 +153,22 @@ def test_rows_that_start_anywhere_have_kernels_of_their_own(kernel: Kernel) -> N
         assert others <= accepting
 
 
+@pytest.mark.parametrize("kernel", [k for k in TUNED if k.language == "cuda"], ids=lambda k: k.name)
+def test_few_segments_are_numbered_by_cta(kernel: Kernel) -> None:
+    """Then a further CTA zeroes the workspace, in place of the host."""
+    cut = next(v for v in kernel.every if {"prefix_lead", "stages"} <= {*dict(v.statics)})
+    problem = replace(a_problem(kernel.name, time=1 << 17, channels=8), batch=1)
+    many = kernel.launch(cut, problem, 1)
+    assert (many.grid, many.zeroed) == ((cut.number("blocks"), 1, 1), True)
+    few = kernel.launch(cut, problem, 1 << 20)
+    segments = few.grid[0] - 1
+    assert segments > 1
+    assert not few.zeroed
+    for sm_count, zeroed in ((segments, True), (segments + 1, False)):
+        launch = kernel.launch(cut, problem, sm_count)
+        assert (launch.grid[0], launch.zeroed) == (sm_count, zeroed)
+
+
 def test_kernels_count_the_bytes_that_launches_do() -> None:
     headers = (*FAMILY.folder.glob("*.cuh"), *FAMILY.folder.with_name("common").glob("*.cuh"))
     sources = {path.name: path.read_text(encoding="utf-8") for path in headers}
