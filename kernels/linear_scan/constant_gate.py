@@ -116,6 +116,7 @@ def _columns_are_faster(problem: LinearScanProblem) -> str | None:
     batch, channels, time = problem.batch, problem.channels, problem.time
     even = batch * ceil_div(channels, _NARROW_COLUMN) in _EVEN and time < _SHORT_TIME
     fit = ceil_div(channels, _WIDE_COLUMN) * _WIDE_COLUMN <= _PADDED * channels
+    fit = fit or channels % _NARROW_COLUMN == 0
     if time < _LEAST_WHOLE_TIME or even or (fit and batch * channels > _MANY_WHOLE_SCANS):
         return "steps are few, or as many columns as a GPU runs at once have no idle threads"
     return None

@@ -106,6 +106,7 @@ def test_groups_of_groups_of_tiles(
         (posed("26,22298,14:float16", gate_stride=0), False),
         (posed("8,4096,1024:bfloat16", gate_stride=0), False),
         (posed("8,4096,256:bfloat16", gate_stride=0), False),
+        (posed("485,1908,16:float16", gate_stride=0), False),
     ],
     ids=repr,
 )
