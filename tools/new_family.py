@@ -2,8 +2,8 @@
 
     python tools/new_family.py NAME          kernels/NAME with spec, source, reference, cases and public function, and
                                              tests/kernels/NAME, from the template tools/family, which multiplies a tensor
-    python tools/new_family.py --gate NAME   kernels/gated_scan/kinds/NAME.cuh, and its entry in kernels/gated_scan/kinds.py,
-                                             from the example of docs/pages/developers/gates.md
+    python tools/new_family.py --gate NAME   kernels/gated_scan/kinds/NAME.cuh, and its entries in kinds.py and jax_gates.py of
+                                             kernels/gated_scan, from the example of docs/pages/developers/gates.md
 
 Neither writes over a file that is there. After it, install the package anew, and run `python tools/docs.py` and
 `python tools/completion.py`.
@@ -88,20 +88,20 @@ def new_family(name: str, root: Path) -> list[Path]:
 
 def new_gate(name: str, root: Path) -> list[Path]:
     """Write a kind of gate into a working copy; returns the files."""
-    page = GATES.read_text(encoding="utf-8")
-    header, line = (
-        re.search(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("cuda", "python")
-    )
-    if header is None or line is None:
-        raise Refused(f"{GATES} has no example")
-    kinds = root / "kernels" / "gated_scan" / "kinds.py"
-    text = kinds.read_text(encoding="utf-8")
-    if f'"{name}"' in text:
-        raise Refused(f"{kinds} already has {name!r}")
-    file = root / "kernels" / "gated_scan" / "kinds" / f"{name}.cuh"
-    added = line[1].replace("decay", name)
-    write({file: header[1]}, {kinds: f"{text.rstrip()}\n\n\n{added}"})
-    return [file, kinds]
+    page, folder = GATES.read_text(encoding="utf-8"), root / "kernels" / "gated_scan"
+    blocks = re.findall(r"```(?:cuda|python)\n(.*?)```", page, re.DOTALL)
+    if len(blocks) != 3:
+        raise Refused(f"{GATES} has no example of a header and of entries for torch and JAX")
+    header, *entries = blocks
+    changed = {}
+    for path, entry in zip((folder / "kinds.py", folder / "jax_gates.py"), entries, strict=True):
+        text = path.read_text(encoding="utf-8")
+        if f'"{name}"' in text:
+            raise Refused(f"{path} already has {name!r}")
+        changed[path] = f"{text.rstrip()}\n\n\n{entry.replace('decay', name)}"
+    file = folder / "kinds" / f"{name}.cuh"
+    write({file: header}, changed)
+    return [file, *changed]
 
 
 # --- The command ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ Next, and the first two again after each change of {name}.cu:
 GATE_STEPS = """
 Next, and the first two again after each change of {name}.cuh:
     pip install -e . -C archs=ptx80
-    pytest -q tests/kernels/gated_scan -k {name}
+    pytest -q tests/kernels/gated_scan -k "{name} or jax"
     python tools/docs.py
     python tools/completion.py
 """

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from scan_registry.dispatch.select import Backend
 from scan_registry.jax import checks
 from scan_registry.jax.primitives import compute_dtype
+from scan_registry.kernels.gated_scan.jax_gates import check_kind
 from scan_registry.kernels.gated_scan.jax_operator import scan_of
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
 from scan_registry.kernels.gated_scan.problem import DTYPES
@@ -41,6 +42,7 @@ def gated_scan(
         NoKernelError: what ``backend`` or ``require`` allows has no kernel for this GPU; raised by what compiles the program.
     """
     checks.check_choice("kind", kind, tuple(KINDS))
+    check_kind(kind)
     of = KINDS[kind]
     names = (*of.inputs, *of.parameters)
     if len(inputs) != len(names):

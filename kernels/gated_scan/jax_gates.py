@@ -88,3 +88,12 @@ GATES: dict[str, Callable[..., tuple[Any, Any]]] = {
     "rg_lru": _rg_lru,
     "hgrn": _hgrn,
 }
+
+
+def check_kind(kind: str) -> None:
+    """``ValueError`` for a kind of ``kinds`` that has no entry here."""
+    if kind not in GATES:
+        raise ValueError(
+            f"kind is {kind!r}, which has no function in JAX's operators; accepted are {', '.join(GATES)}. "
+            "Add one to GATES in kernels/gated_scan/jax_gates.py"
+        )

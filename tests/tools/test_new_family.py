@@ -11,9 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, KINDS = "scan_registry/__init__.py", "kernels/gated_scan/kinds.py"
+IN_JAX = "kernels/gated_scan/jax_gates.py"
 Capture = pytest.CaptureFixture[str]
 
 
@@ -28,6 +30,7 @@ def tree(tmp_path: Path, tool: ModuleType) -> Path:
     for name in (
         PACKAGE,
         KINDS,
+        IN_JAX,
         "kernels/linear_scan/spec.py",
         "kernels/model.py",
         "kernels/common/types.cuh",
@@ -73,13 +76,27 @@ def test_a_family_has_its_name_everywhere(
     assert "::: scan_registry.moving_sum\n" in (tree / tool.API).read_text(encoding="utf-8")
 
 
-def test_a_gate_is_a_header_and_a_line(
+def test_a_gate_is_a_header_and_two_entries(
     tool: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert begin(tool, tree, monkeypatch, "fade", "--gate") == 0
     assert "struct Kind" in (tree / "kernels/gated_scan/kinds/fade.cuh").read_text(encoding="utf-8")
     known = runpy.run_path(str(tree / KINDS))["KINDS"]
     assert known["fade"].inputs == ("x", "s")
+    assert (tree / IN_JAX).read_text(encoding="utf-8").endswith('\n\n\nGATES["fade"] = _fade\n')
+
+
+def test_the_gate_that_is_written_is_the_same_in_jax(
+    tool: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jax = pytest.importorskip("jax")
+    assert begin(tool, tree, monkeypatch, "fade", "--gate") == 0
+    in_torch = runpy.run_path(str(tree / KINDS))["KINDS"]["fade"].gates
+    in_jax = runpy.run_path(str(tree / IN_JAX))["GATES"]["fade"]
+    x = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
+    expected = in_torch(*x.double())
+    for result, value in zip(in_jax(None, *jax.numpy.asarray(x.numpy())), expected, strict=True):
+        assert abs(torch.tensor(result.tolist()).double() - value).max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -135,6 +152,6 @@ def test_the_next_steps_are_printed(
 ) -> None:
     assert begin(tool, tree, monkeypatch, "fade", *(["--gate"] if gate else [])) == 0
     _, _, steps = capsys.readouterr().out.partition("Next")
-    of = "tests/kernels/gated_scan -k fade" if gate else "tests/kernels/fade"
+    of = 'tests/kernels/gated_scan -k "fade or jax"' if gate else "tests/kernels/fade"
     for step in ("pip install -e .", f"pytest -q {of}", "tools/docs.py", "tools/completion.py"):
         assert step in steps

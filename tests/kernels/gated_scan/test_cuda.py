@@ -259,9 +259,11 @@ PAGE = Path(__file__).parents[3] / "docs" / "pages" / "developers" / "gates.md"
 
 
 def block(language: str) -> str:
-    """The page's only block in that language. The kind has no padding, and its parameter is a time constant: two things that the
+    """The page's first block in that language. The kind has no padding, and its parameter is a time constant: two things that the
     others do not have."""
-    (text,) = re.findall(rf"```{language}\n(.*?)```\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    text, *_ = re.findall(
+        rf"```{language}\n(.*?)```\n", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     return str(text)
 
 

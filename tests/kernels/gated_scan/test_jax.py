@@ -106,6 +106,13 @@ def test_gates_are_those_of_torch() -> None:
         assert max(errors(results, of_torch)) < 1e-12, name
 
 
+def test_a_kind_without_a_function_in_jax_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(GATES, "hgrn")
+    operands = operands_of("hgrn", 1, "float32", False)
+    with pytest.raises(ValueError, match=r"'hgrn'.*rg_lru\. Add one to GATES .*jax_gates\.py"):
+        scan_registry.jax.gated_scan("hgrn", *operands[:-1], dim=1)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_dtypes(dtype: str) -> None:
     ours, of_torch = both("rg_lru", 1, False, False, True)
