@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scan_registry.aot.compile import compile_variant, refuse_spill
+from scan_registry.aot.compile import compile_variant, refuse_parameters, refuse_spill
 from scan_registry.aot.pack import pack
 from scan_registry.aot.plan import Job, plan
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError, Shared
@@ -37,6 +37,7 @@ def _compile(jobs: Sequence[Job], cache_folder: Path | None) -> dict[Job, Outcom
     for job in sorted(jobs, key=lambda job: (job.arch.capability, job.arch.is_ptx, job.arch)):
         try:
             binary, content = compile_variant(job.variant, job.arch, cache, shared)
+            refuse_parameters(binary, content)
             refuse_spill(binary)
             if job.optional:
                 _refuse_misfit(binary)

@@ -154,3 +154,19 @@ def refuse_spill(binary: Binary) -> None:
             f"{binary} spills {binary.spill_bytes} bytes per thread "
             f"({binary.registers} registers); shrink its tile, or list it in the spec's may_spill"
         )
+
+
+def refuse_parameters(binary: Binary, content: bytes) -> None:
+    """``CompileError`` if a kernel's entry point does not have as many parameters as its spec.
+
+    A launch would read arguments that are not there. A gate for builds: for what they take from their cache, too.
+    """
+    from scan_registry.aot import image
+
+    count = image.parameters(content, binary.entry, binary.format)
+    stated = len(_kernel(binary.variant).parameters)
+    if count and count != stated + binary.hidden:
+        raise CompileError(
+            f"{binary}: the entry point {binary.entry} has {count - binary.hidden} parameters, "
+            f"`parameters` of the kernel in the spec {stated}"
+        )

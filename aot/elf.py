@@ -7,12 +7,13 @@ of attribute, and a 2-byte value or, for format 4, a 2-byte length and that many
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 _HEADER_SIZE = 64
 _EM_CUDA = 190
 _SIZED = 4
-_FRAME_SIZE, _REGISTER_COUNT = 0x11, 0x2F
+_FRAME_SIZE, _REGISTER_COUNT, _PARAMETER = 0x11, 0x2F, 0x17
 #: Bytes of an instruction.
 _INSTRUCTION = 16
 #: The bits of an instruction's first 8 bytes that say which it is, and what they are of an asynchronous copy (LDGSTS,
@@ -83,21 +84,31 @@ def illegal_copies(cubin: bytes, entry: str) -> int:
 
 def _resources(cubin: bytes, entry: str) -> Resources:
     sections = _sections(cubin)
-    at, size, _ = sections[".nv.info"]
     symbols, _, _ = sections[".symtab"]
     text_index = sections[f".text.{entry}"][2]
     attributes = {_FRAME_SIZE: 0, _REGISTER_COUNT: 0}
-    end = at + size
-    while at < end:
-        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
-        at += 4
-        if form != _SIZED:
-            continue
+    for attribute, at in _sized(cubin, *sections[".nv.info"][:2]):
         if attribute in attributes:
             symbol, value = struct.unpack_from("<II", cubin, at)
             (section,) = struct.unpack_from("<H", cubin, symbols + symbol * 24 + 6)
             if section == text_index:
                 attributes[attribute] = value
-        at += length
     shared = sections.get(f".nv.shared.{entry}", (0, 0, 0))[1]
     return Resources(attributes[_REGISTER_COUNT], attributes[_FRAME_SIZE], shared)
+
+
+def parameters(cubin: bytes, entry: str) -> int:
+    """How many parameters the kernel takes, or 0 if the file does not list them. ``KeyError`` if it has no such kernel."""
+    at, size, _ = _sections(cubin)[f".nv.info.{entry}"]
+    return sum(attribute == _PARAMETER for attribute, _ in _sized(cubin, at, size))
+
+
+def _sized(cubin: bytes, at: int, size: int) -> Iterator[tuple[int, int]]:
+    """The attributes of format 4 in a section, and where the bytes of each begin."""
+    end = at + size
+    while at < end:
+        form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+        at += 4
+        if form == _SIZED:
+            yield attribute, at
+            at += length

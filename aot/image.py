@@ -50,3 +50,11 @@ def of_ptx(ptx: bytes) -> Form:
     if version not in _PTX_CUDA:
         raise ValueError(f"PTX of version {version}; known are 8.0 to {max(_PTX_CUDA)}")
     return Form("{}.{}".format(*version), _PTX_CUDA[version])
+
+
+def parameters(image: bytes, entry: str, form: str) -> int:
+    """How many parameters the kernel of a ``cubin`` or of ``ptx`` takes, or 0 if the image does not list them."""
+    if form == "cubin":
+        return elf.parameters(image, entry)
+    listed = re.search(rb"\.entry\s+%s\s*\(([^)]*)\)" % re.escape(entry.encode()), image)
+    return listed[1].count(b".param") if listed else 0

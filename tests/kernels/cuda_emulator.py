@@ -53,6 +53,8 @@ void emulate(void** arguments, const unsigned* grid, unsigned threads, unsigned 
     emulator::launch({entry}, arguments, grid, threads, shared, blocks_at_once, seed,
                      emulator::Stacks{{stacks, bytes_of_stack}});
 }}
+extern "C" [[gnu::visibility("default")]]
+const unsigned emulated_parameters = emulator::parameters({entry});
 """
 #: In place of the header that was compiled ahead.
 _UNFIT = """
@@ -94,8 +96,14 @@ def emulate(
     at_once: int = 1,
     seed: int = 0,
 ) -> None:
-    """Launch a library's kernel on pointers to its arguments."""
-    ctypes.CDLL(str(library)).emulate(
+    """Launch a library's kernel on pointers to its arguments; ``ValueError`` if it takes another number of them."""
+    loaded = ctypes.CDLL(str(library))
+    count = ctypes.c_uint.in_dll(loaded, "emulated_parameters").value
+    if count != len(arguments):
+        raise ValueError(
+            f"the CUDA entry point has {count} parameters; the launch, which follows `parameters` of the spec, has {len(arguments)}"
+        )
+    loaded.emulate(
         arguments,
         (ctypes.c_uint * 3)(*grid),
         *map(ctypes.c_uint, (threads, shared, at_once, seed)),

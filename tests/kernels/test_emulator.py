@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,3 +43,14 @@ def test_a_thread_comes_to_a_barrier_once_before_it_opens(
     done = captured(words, cwd=tmp_path)
     fault = "a thread comes to a barrier twice before it opens" in done.stderr
     assert (done.returncode == 0, fault) == (times == 1, times == 2), done.stderr
+
+
+def test_an_entry_point_with_other_parameters_is_refused(
+    cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Where a spec and its source differ, before memory is read that holds no arguments."""
+    texts = {"arrive.cu": KERNEL, "../common/barrier.cuh": ""}
+    library = cuda_emulator.library_of("arrive.cu", "arrive", texts, {}, tmp_path)
+    for count in (0, 2):
+        with pytest.raises(ValueError, match=f"has 1 parameters.*has {count}$"):
+            cuda_emulator.emulate(library, (ctypes.c_void_p * count)(), (1, 1, 1))

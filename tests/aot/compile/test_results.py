@@ -13,14 +13,14 @@ from changing import changed
 from compiling import CUDA, LINEAR_SCAN, SM90, SPILL, TRITON, Toy, compiling
 
 from scan_registry.aot import build, elf, nvrtc, ptxas
-from scan_registry.aot.compile import compile_variant, refuse_spill
+from scan_registry.aot.compile import compile_variant, refuse_parameters, refuse_spill
 from scan_registry.aot.plan import Job
 from scan_registry.aot.toolchain import CompileError, MissingCompilerError
 from scan_registry.artifact.archive import digest
 from scan_registry.cache.store import Cache
 from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels import families
-from scan_registry.kernels.model import Kernel
+from scan_registry.kernels.model import Kernel, Parameter
 
 # --- What comes out ---------------------------------------------------------------------------
 
@@ -253,6 +253,22 @@ def test_a_spill_fails_the_build_unless_the_spec_allows_it(toy: Toy) -> None:
     assert "may_spill" in str(caught.value)
     toy.change(may_spill=frozenset({toy.variant}))
     refuse_spill(binary)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "ptx80"])
+def test_other_parameters_than_the_specs_fail_the_build(toy: Toy, arch: str) -> None:
+    """Also where the binary is from a cache: parameters do not enter what a binary is compiled from."""
+    made = compile_variant(toy.variant, Target.parse(arch))
+    refuse_parameters(*made)
+    toy.change(parameters=(*toy.kernel.parameters, Parameter("n", "i64")))
+    with pytest.raises(CompileError, match=r"point toy has 1 parameters, .* the spec 2$") as caught:
+        refuse_parameters(*made)
+    assert str(toy.variant) in str(caught.value)
+
+
+@pytest.mark.parametrize("arch", ["sm90", "ptx80"])
+def test_parameters_that_the_compiler_adds_do_not_count(arch: str) -> None:
+    refuse_parameters(*compile_variant(TRITON, Target.parse(arch)))
 
 
 def test_a_failure_is_not_kept(toy: Toy, build_cache: Cache) -> None:

@@ -101,6 +101,11 @@ void copy_async(void* to, const void* from, std::size_t bytes, std::size_t read)
 void commit();
 void wait_for_copies(int pending);
 
+template <class... A>
+constexpr unsigned parameters(void (*)(A...)) {
+    return sizeof...(A);
+}
+
 template <class... A, std::size_t... I>
 void call(void (*kernel)(A...), void** arguments, std::index_sequence<I...>) {
     kernel(*static_cast<A*>(arguments[I])...);
