@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent
 
 
+class FamilyNameError(ValueError):
+    """A spec's family is not called what its folder is."""
+
+
 @cache
 def families() -> dict[str, Family]:
     """All kernel families by name, in alphabetical order."""
@@ -32,7 +36,9 @@ def family(name: str) -> Family:
         raise KeyError(f"no kernel family {name!r}; there are: {', '.join(families())}")
     spec_family: Family = importlib.import_module(f"{__name__}.{name}.spec").FAMILY
     if spec_family.name != name:
-        raise ValueError(f"{spec} defines family {spec_family.name!r}; its folder is {name!r}")
+        raise FamilyNameError(
+            f"{spec} defines family {spec_family.name!r}; its folder is {name!r}, and both must be called the same"
+        )
     return spec_family
 
 

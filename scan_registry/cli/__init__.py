@@ -177,5 +177,6 @@ def _caused_by_users() -> tuple[type[Exception], ...]:
     from scan_registry.artifact.archive import ArchiveError
     from scan_registry.catalog.providers import ProviderError
     from scan_registry.dispatch.select import NoKernelError
+    from scan_registry.kernels import FamilyNameError
 
-    return ArchiveError, ProviderError, UsageError, NoKernelError
+    return ArchiveError, ProviderError, UsageError, NoKernelError, FamilyNameError

@@ -176,6 +176,22 @@ def test_commands_know_a_family_that_is_only_a_folder(with_family: Path) -> None
     assert (command, status) == ("inspect", 0)
 
 
+def test_a_spec_that_is_not_called_what_its_folder_is(with_family: Path) -> None:
+    """Commands that read its spec say so on one line."""
+    spec = with_family / "scan_registry" / "kernels" / "scale" / "spec.py"
+    text = spec.read_text(encoding="utf-8")
+    assert text.count('    name="scale",\n    summary') == 1
+    other = text.replace('    name="scale",\n    summary', '    name="scales",\n    summary')
+    spec.write_text(other, encoding="utf-8")
+    words = [["doctor"], ["explain", "scale", "--dtype", "fp32", "--shape", "8", "--for", "sm_90"]]
+    script = f"WORDS = {words!r}\n{COMMANDS}"
+    for status, text in json.loads(run(with_family, "-c", script).stdout).values():
+        assert status == 2
+        (line,) = text.splitlines()
+        assert line.startswith("scan-registry: error: ")
+        assert "defines family 'scales'; its folder is 'scale'" in line
+
+
 def copy_tests(copy: Path, *more: str) -> None:
     """The emulator of a GPU and what tests share, and more files of ``tests/``, beside the package's copy."""
     for name in ("conftest.py", "support", *(f"kernels/{name}" for name in EMULATOR), *more):
@@ -189,14 +205,15 @@ def copy_tests(copy: Path, *more: str) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_a_new_gate_passes_its_tests(copy: Path) -> None:
-    """The kind of ``tools/new_family.py --gate``, as it is written: its header, and what runs on the CPU."""
+    """The kind of ``tools/new_family.py --gate``, as it is written: its header, what runs on the CPU, and what JAX has."""
     by_path.load_tool("new_family").new_gate("decay", copy / "scan_registry")
     folder = "kernels/gated_scan"
     files = [
-        f"{folder}/{name}.py" for name in ("test_kinds", "op/test_gated_scan", "op/test_numbers")
+        f"{folder}/{name}.py"
+        for name in ("test_kinds", "test_jax", "op/test_gated_scan", "op/test_numbers")
     ]
     copy_tests(copy, *files)
-    chosen = ("--thorough", "-k", "decay", *(f"tests/{file}" for file in files))
+    chosen = ("--thorough", "-k", "decay or gates_are_those", *(f"tests/{file}" for file in files))
     said = run(copy, "-m", "pytest", *QUIET, *chosen).stdout
     assert re.search(r"\d\d passed", said)
     assert "failed" not in said

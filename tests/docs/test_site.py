@@ -133,7 +133,7 @@ def test_the_table_of_environment_variables_is_complete() -> None:
 
 
 #: Exceptions that no user meets: they are caught where they are of use.
-INTERNAL = {"UnfitError", "CaptureError", "UsageError"}
+INTERNAL = {"UnfitError", "CaptureError", "FamilyNameError", "UsageError"}
 
 
 def test_the_page_on_errors_names_every_exception() -> None:
