@@ -31,7 +31,10 @@ def _check_setuptools() -> None:
     """``RuntimeError`` if it is too old, which pip does not check with ``--no-build-isolation``."""
     version = setuptools.__version__
     if int(version.partition(".")[0]) < SETUPTOOLS:
-        raise RuntimeError(f"this is setuptools {version}; building needs {SETUPTOOLS} or later")
+        raise RuntimeError(
+            f"this is setuptools {version}; building needs {SETUPTOOLS} or later. "
+            f'Without --no-build-isolation pip installs that by itself; with it run `pip install "setuptools>={SETUPTOOLS}"`'
+        )
 
 
 def _mount() -> None:

@@ -139,7 +139,7 @@ def origin(binary: Binary) -> str | None:
     variant = binary.variant
     kernel = _kernel(variant)
     if kernel is None or not kernel.allows(variant):
-        return "this version's specs have no such variant"
+        return "this version's specs have no such variant; install again to compile those that they have"
     compiler = COMPILERS[variant.language]
     options = compiler.options(kernel, variant, binary.target)
     threads = 32 * kernel.code.warps(variant)

@@ -27,5 +27,6 @@ def test_an_old_setuptools_is_named(call: str, tmp_path: Path) -> None:
     done = captured([sys.executable, "-c", script], cwd=tmp_path)
     assert done.returncode != 0
     message = f"this is setuptools 65.5.0; building needs {needed} or later"
-    assert done.stderr.endswith(f"RuntimeError: {message}\n")
+    assert f"RuntimeError: {message}" in done.stderr
+    assert done.stderr.endswith(f'run `pip install "setuptools>={needed}"`\n')
     assert not [*tmp_path.iterdir()]

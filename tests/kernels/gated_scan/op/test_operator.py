@@ -209,6 +209,8 @@ def test_cases() -> None:
     assert {case.kind for case in some} == {"rg_lru"}
     with pytest.raises(ValueError, match="--kind is 'linear'"):
         BENCHMARK.cases(Namespace(case=[], kind=["linear"]), "cuda")
+    (option,) = BENCHMARK.options
+    assert all(kind in option.settings["help"] for kind in KINDS if kind != "linear")
     for text in ("linear:time_last:1,8,5:float32", "hgrn:rows:1,8,5:float32", "hgrn:1,8,5:float32"):
         with pytest.raises(ValueError, match="expected kind:layout:batch,channels,time:dtype"):
             Case.parse(text)
