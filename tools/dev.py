@@ -254,7 +254,8 @@ def types() -> int:
     environment = Environment(WORK / "venv")
     if not (environment.healthy() and environment.program("mypy").is_file()):
         raise DevError(
-            "there is no environment with mypy yet; run `python3 tools/dev.py test` once"
+            "there is no environment with mypy yet; run `python3 tools/dev.py test` once, which makes it and runs mypy, too. "
+            "`ruff check .` and `ruff format --check .` need none"
         )
     return check_types(environment)
 
