@@ -38,7 +38,7 @@
 
 enum : int {
     GROUP = 32,              // tiles of a group, groups of a group of the next level
-    LOOKS = 4,               // maps that a thread reads at once
+    LOOKS = BLOCKS * THREADS > 1024 ? 2 : 4, // maps that a thread reads at once: fewer where four would spill registers
     AT_ONCE = 4,             // rows that are unrolled: more would be more code, and no faster
 };
 
