@@ -26,7 +26,7 @@ from scan_registry.kernels.model import (
 NAME = "gates_sum"
 POINTERS = ("sums", "gates_grad")
 _INTEGERS = (
-    *("kept", "outer", "inner", "part"),
+    *("totals", "kept", "outer", "inner", "part"),
     *("sums_kept_outer", "sums_kept", "sums_outer", "sums_inner", "flags"),
 )
 PARAMETERS = (
@@ -38,6 +38,9 @@ DTYPES = ("float32", "float64", "complex64")
 _NARROWED = {"bfloat16": 1, "float16": 2}
 #: Sums of a total, from which it has parts, and sums of a part.
 _MANY, _OF_PART = 1 << 16, 1 << 13
+#: Totals, up to which each has a CTA; sums of a total, up to which totals share one; and sums of a lane, while a total has fewer lanes
+#: than a warp.
+_FEW_TOTALS, _FEW_SUMS, _OF_LANE = 1 << 10, 1 << 12, 8
 _MOST = 2**31 - 1
 
 
@@ -81,12 +84,20 @@ class GatesSumProblem:
         outer, inner = self.kept
         return outer.size * inner.size
 
+    @property
+    def lanes(self) -> int:
+        """Those of a warp that add up a total, a power of two; 0 if a whole CTA does."""
+        outer, inner = self.summed
+        if self.totals <= _FEW_TOTALS or outer.size * inner.size > _FEW_SUMS:
+            return 0
+        return min(32, 1 << (ceil_div(inner.size, _OF_LANE) - 1).bit_length())
+
     def scalars(self) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""
         (kept_outer, kept), (outer, inner) = self.kept, self.summed
-        values = kept.size, outer.size, inner.size, ceil_div(inner.size, self.parts)
+        values = self.totals, kept.size, outer.size, inner.size, ceil_div(inner.size, self.parts)
         strides = kept_outer.stride, kept.stride, outer.stride, inner.stride
-        flags = _NARROWED.get(self.gates_dtype, 0)
+        flags = _NARROWED.get(self.gates_dtype, 0) | self.lanes << 2
         return dict(zip(_INTEGERS, (*values, *strides, flags), strict=True))
 
     def cut(self) -> tuple[GatesSumProblem, ...]:
@@ -154,7 +165,8 @@ def _rejects(variant: Variant, problem: GatesSumProblem) -> str | None:
 
 
 def _launch(variant: Variant, problem: GatesSumProblem, sm_count: int) -> Launch:
-    return Launch((problem.totals, problem.parts, 1), problem.scalars())
+    at_once = 32 * variant.number("warps") // problem.lanes if problem.lanes else 1
+    return Launch((ceil_div(problem.totals, at_once), problem.parts, 1), problem.scalars())
 
 
 KERNEL = Kernel(

@@ -47,7 +47,7 @@ def test_totals_are_those_of_torch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one launch, or in two; once with the threads that are built, of which an emulator takes long to start so many."""
+    """In one launch, or in two, with a CTA or some lanes for each; once with the threads that are built, of which an emulator takes long to start so many."""
     torch.manual_seed(0)
     kernel = gates_sum.KERNEL
     of_dtype = str(dtype).removeprefix("torch.")
@@ -65,7 +65,8 @@ def test_totals_are_those_of_torch(
 
         return run
 
-    for many in (1 << 15, 100):
+    for many, few_totals in ((1 << 15, 1 << 10), (1 << 15, 1), (100, 1 << 10)):
+        monkeypatch.setattr(gates_sum, "_FEW_TOTALS", few_totals)
         monkeypatch.setattr(gates_sum, "_MANY", many)
         monkeypatch.setattr(gates_sum, "_OF_PART", many // 3)
         for packed in (False, True):
@@ -90,6 +91,23 @@ def test_totals_are_those_of_torch(
                 for total in (actual, by_torch):
                     assert relative_error(total, expected) <= tolerance
     assert {problem.parts > 1 for problem in launches} == {False, True}
+
+
+def test_totals_of_few_sums_share_a_cta() -> None:
+    """As a CTA for each, of which most threads have nothing to add, would take 20 times as long where there are thousands."""
+    (variant, *_) = gates_sum.KERNEL.variants
+    one = gates_sum.Dimension(1, 0)
+
+    def ctas(totals: int, sums: int) -> tuple[int, int]:
+        kept, summed = gates_sum.Dimension(totals, 1), gates_sum.Dimension(sums, totals)
+        problem = GatesSumProblem("float32", "float32", (one, kept), (one, summed))
+        return problem.lanes, gates_sum.KERNEL.launch(variant, problem, 132).grid[0]
+
+    assert ctas(1024, 4) == (0, 1024)
+    assert ctas(40544, 4) == (1, 40)
+    assert ctas(13184, 9) == (2, 26)
+    assert ctas(2000, 300) == (32, 63)
+    assert ctas(2000, 5000) == (0, 2000)
 
 
 def test_what_does_not_fold_is_left_to_torch() -> None:

@@ -280,6 +280,25 @@ def test_only_gradients_asked_for(of_gates, wanted):
         assert found is None if number not in wanted else torch.equal(found, ref)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "dim", "of_gates"),
+    [((1, 4000, 202), -1, (4000, 1)), ((3, 81, 2001), 1, (2001,)), ((2, 700, 1096), 1, (1, 1096))],
+    ids=str,
+)
+def test_thousands_of_gates_that_steps_share(shape, dim, of_gates, dtype):
+    """Each has few sums over time to add up."""
+    gates = (gates_of(*of_gates, dtype=dtype) * 0.9).requires_grad_()
+    tokens = normal(*shape, dtype=dtype).requires_grad_()
+    states = scan_registry.linear_scan(gates, tokens, dim=dim)
+    weight = torch.randn_like(states)
+    states.backward(weight)
+    full = gates.detach().expand(shape)
+    _, gates_grad, tokens_grad = expected(full, tokens, weight, dim)
+    for out, ref in ((gates.grad, gates_grad.sum_to_size(gates.shape)), (tokens.grad, tokens_grad)):
+        assert relative_error(out, ref) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"return_final_state": True}], ids=str)
 @pytest.mark.parametrize(("shape", "dim"), [((0,), 0), ((2, 0), 1), ((0, 3), 1), ((2, 0, 4), 2)])
 def test_empty_tensors(shape, dim, options):
