@@ -203,7 +203,6 @@ def copy_tests(copy: Path, *more: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_a_new_gate_passes_its_tests(copy: Path) -> None:
     """The kind of ``tools/new_family.py --gate``, as it is written: its header, what runs on the CPU, and what JAX has."""
     by_path.load_tool("new_family").new_gate("decay", copy / "scan_registry")

@@ -18,7 +18,6 @@ def tool(load_tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
 def test_scans(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tool, "ROUNDS", 2)
     monkeypatch.setattr(tool, "BASELINES", ())

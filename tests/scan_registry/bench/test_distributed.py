@@ -21,7 +21,6 @@ LIMIT = 120
 
 
 @pytest.mark.slow
-@pytest.mark.thorough  # the command prints such a document of one rank in test_schemas.py
 def test_torchrun_times_all_ranks(tmp_path: Path) -> None:
     case = "channel_last:1,32,65:float32"
     done = captured(
