@@ -235,7 +235,10 @@ def ready(folder: Path | None = None) -> Path:
     place, and fails."""
     folder = folder or shared
     assert folder is not None
-    found = folder / "ready"
+    texts = [path.read_bytes() for path in sorted(EMULATOR.iterdir())]
+    found = (
+        folder / f"ready-{hashlib.sha256(b''.join(texts)).hexdigest()[:16]}"
+    )  # a folder may outlive a run
     if not found.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))
