@@ -16,6 +16,7 @@ from scan_registry.kernels.linear_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.linear_scan.space import Tile
+from scan_registry.kernels.linear_scan.streams import HEAD
 from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: By dtype and direction, the steps of a thread, and CTAs for each SM.
@@ -43,8 +44,8 @@ _WIDE_COLUMN, _MANY_WHOLE_SCANS, _PADDED = 64, 5000, 1.15
 _GROUP, _LEVELS = 32, 3
 #: Steps that it numbers, with those of a tile beyond.
 _MOST = 2**31 - 2**16
-#: Bytes before the published shifts, of each of them, and of all that a CTA zeroes sooner than the driver.
-_HEAD, _PIECE, _FEW_BYTES = 128, 16, 1 << 19
+#: Bytes of a published shift, and of all that a CTA zeroes sooner than the driver.
+_PIECE, _FEW_BYTES = 16, 1 << 19
 _ZEROED = 1 << 7  # among the flags: whether the workspace is zeroed before the launch
 
 
@@ -98,7 +99,7 @@ def _exceeds(variant: Variant, problem: LinearScanProblem) -> str | None:
 def _others_are_faster(problem: LinearScanProblem) -> str | None:
     item, scans = ITEM_SIZE[problem.dtype], problem.batch * problem.channels
     if problem.channels * item < _NARROW * _vector(problem.dtype) or problem.time < _LEAST_TIME:
-        return "rows have few bytes, or are few"
+        return "rows are short, or time steps few"
     if not problem.whole_chunks(problem.chunk()):
         return None
     if item == 2:
@@ -118,7 +119,7 @@ def _columns_are_faster(problem: LinearScanProblem) -> str | None:
     fit = ceil_div(channels, _WIDE_COLUMN) * _WIDE_COLUMN <= _PADDED * channels
     fit = fit or channels % _NARROW_COLUMN == 0
     if time < _LEAST_WHOLE_TIME or even or (fit and batch * channels > _MANY_WHOLE_SCANS):
-        return "steps are few, or as many columns as a GPU runs at once have no idle threads"
+        return "time steps are few, or columns fill a GPU: kernels that pass over them serially are faster"
     return None
 
 
@@ -139,7 +140,7 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         groups.append(ceil_div(groups[-1], _GROUP))
     workspace = 0
     if groups[0] > 1:
-        workspace = _HEAD + problem.batch * columns * across * sum(groups) * _PIECE
+        workspace = HEAD + problem.batch * columns * across * sum(groups) * _PIECE
     zeroed = not 0 < workspace <= _FEW_BYTES
     grid = columns, problem.batch, groups[0] + (not zeroed)
     return Launch(grid, problem.scalars(across + _ZEROED * zeroed), workspace, zeroed)

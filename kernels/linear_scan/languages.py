@@ -38,7 +38,7 @@ def _has_few_programs(problem: LinearScanProblem, target: Target) -> bool:
     if cut and _cuts_rows(problem, target):
         return False
     mean = problem.time / problem.sequences
-    return mean >= _LONG or _rows(problem) < _ROWS_FOR_A_STEP * mean
+    return mean >= _LONG or problem.scans < _ROWS_FOR_A_STEP * mean
 
 
 def _cuts_rows(problem: LinearScanProblem, target: Target) -> bool:
@@ -49,7 +49,3 @@ def _cuts_rows(problem: LinearScanProblem, target: Target) -> bool:
     return target in map(Target.parse, RELEASED) and any(
         cuda_tiles.serves(problem.direction, statics, target) for statics in pins
     )
-
-
-def _rows(problem: LinearScanProblem) -> int:
-    return problem.outer * problem.batch * problem.channels

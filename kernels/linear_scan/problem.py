@@ -157,6 +157,11 @@ class LinearScanProblem:
         """Those of the tensors whose rows are read or written: all that have a time, but gates of which a row has one."""
         return self.sequence_strides()[self.one_gate_a_row() :]
 
+    @property
+    def scans(self) -> int:
+        """How many there are, where no sequences are packed."""
+        return self.outer * self.batch * self.channels
+
     def shares_gates(self) -> bool:
         """Whether channels are contiguous, and share gates."""
         contiguous = self.layout == "channel_last" and self.channels > 1

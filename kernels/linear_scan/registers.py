@@ -49,7 +49,7 @@ def time_last_cost(variant: Variant, problem: LinearScanProblem) -> float:
 
 
 def time_last_launch(variant: Variant, problem: LinearScanProblem) -> Launch:
-    rows = problem.outer * problem.batch * problem.channels
+    rows = problem.scans
     return Launch((ceil_div(rows, variant.number("rows")), 1, 1), problem.scalars())
 
 

@@ -122,7 +122,7 @@ def _refuses_packed(problem: LinearScanProblem) -> str | None:
     """Why it does not take packed sequences, or is not the fastest for them."""
     if problem.sums:
         return "tiles do not sum the gradient of gates over sequences"
-    rows = problem.outer * problem.batch * problem.channels
+    rows = problem.scans
     mean = problem.time / problem.sequences
     if rows > _MANY_CHANNELS:
         return f"{rows} channels: kernels that take sequences in turn are faster"
@@ -225,7 +225,7 @@ def tile_shape(variant: Variant, problem: LinearScanProblem) -> TileShape:
 
 
 def _elements(problem: LinearScanProblem) -> int:
-    return problem.outer * problem.batch * problem.channels * problem.time
+    return problem.scans * problem.time
 
 
 def _is_small(problem: LinearScanProblem, across: int, most: int) -> bool:

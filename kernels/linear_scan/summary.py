@@ -75,7 +75,7 @@ def _accepts(
 ) -> str | None:
     if reason := rejects(variant, problem):
         return reason
-    if problem.outer * problem.batch * problem.channels > _MOST_LINES:
+    if problem.scans > _MOST_LINES:
         return f"it counts lines up to {_MOST_LINES}"
     if variant.text("access") != "aligned":
         return None
@@ -96,7 +96,7 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
 
 
 def _launch_rows(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
-    rows = problem.outer * problem.batch * problem.channels
+    rows = problem.scans
     chunk = _chunk(variant)
     step = 32 * chunk * variant.number("steps")
     aligned = variant.text("access") == "aligned"

@@ -236,9 +236,8 @@ def ready(folder: Path | None = None) -> Path:
     folder = folder or shared
     assert folder is not None
     texts = [path.read_bytes() for path in sorted(EMULATOR.iterdir())]
-    found = (
-        folder / f"ready-{hashlib.sha256(b''.join(texts)).hexdigest()[:16]}"
-    )  # a folder may outlive a run
+    # Named by what it is compiled from, as the folder may outlive a run.
+    found = folder / f"ready-{hashlib.sha256(b''.join(texts)).hexdigest()[:16]}"
     if not found.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder))
         header = Path(shutil.copy(EMULATOR / "cuda.hpp", fresh))

@@ -94,7 +94,7 @@ def test_totals_are_those_of_torch(
 
 
 def test_totals_of_few_sums_share_a_cta() -> None:
-    """As a CTA for each, of which most threads have nothing to add, would take 20 times as long where there are thousands."""
+    """Where there are thousands: most threads of a CTA for each would have nothing to add."""
     (variant, *_) = gates_sum.KERNEL.variants
     one = gates_sum.Dimension(1, 0)
 
