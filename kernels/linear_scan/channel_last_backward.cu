@@ -272,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #pragma unroll 1
     for (int tile = each_gate ? 0 : 1; tile < (tokens_grad ? 2 : 1); tile++)
         copy_out(result(tile ? tokens_grad : each_gate), layout, movers, at, tile);
-    if (flags & 2)
+    if (flags & 2 && gates_grad)
         add_up(pass.sum, at, reinterpret_cast<State*>(gates_grad) + at.state(0, state_outer, state_batch, state_channel, 0),
                outer * batch * channels);
 #elif COLUMN_SERIAL

@@ -174,6 +174,48 @@ def test_a_walk_sums_the_gradient_of_one_gate(
     assert checked
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "pins", "shape"),
+    [
+        ("channel_last_backward", {"access": "scalar", "warps": 4}, (2, 17, 600)),
+        ("channel_last_backward", {"access": "constant_gate"}, (2, 17, 600)),
+        ("channel_last_backward", {"access": "aligned", "lanes_across": 32}, (2, 16, 600)),
+        ("channel_last_backward", {"access": "aligned", "prefix_lead": 1}, (1, 16, 3000)),
+        ("time_last_backward", {"access": "short", "steps": 20}, (2, 17, 61)),
+        ("time_last_backward", {"access": "aligned", "lanes": 16, "pieces": 2}, (2, 16, 720)),
+    ],
+    ids=str,
+)
+def test_gradients_that_nobody_wants_are_left_out(
+    name: str,
+    pins: dict[str, str | int],
+    shape: cases.Shape,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+) -> None:
+    """Also where the gradient of gates would be summed, as that is planned before it is known who wants it. The others are the same
+    to the bit."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(name, "cuda")
+    variant = like(kernel, {"dtype": "float32", **pins})
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    trial = cases.draw(shape, ONE_GATE[0], "float32", "cpu")
+    case = trial.case(name, aligned=True, sums=True)
+    assert kernel.rules.kind_mismatch(variant, case.problem) is None
+    library.run(case.problem, case.tensors, seed=0)
+    assert case.error() <= cases.TOLERANCE["float32"]
+    for missing in case.expected:
+        tensors = {**case.tensors, missing: None}
+        others = {
+            of: torch.full_like(case.tensors[of], torch.nan)
+            for of in case.expected
+            if of != missing
+        }
+        library.run(case.problem, {**tensors, **others}, seed=1)
+        assert all(torch.equal(out, case.tensors[of]) for of, out in others.items()), missing
+
+
 @pytest.mark.parametrize(("time", "is_cut"), [(720, False), (8192, True)])
 def test_only_long_rows_with_one_gate_are_cut_where_its_gradient_is_summed(
     time: int, is_cut: bool
