@@ -23,7 +23,7 @@ from scan_registry.kernels.gated_scan.problem import (
     ceil_div,
 )
 from scan_registry.kernels.gated_scan.variants import FAMILY_NAME
-from scan_registry.kernels.linear_scan import registers, streams
+from scan_registry.kernels.linear_scan import registers, rings, streams
 from scan_registry.kernels.linear_scan.space import Tile
 
 #: From how many columns of 32 channels on wide columns are faster than narrow ones, by direction and bytes of an element.
@@ -203,6 +203,7 @@ def _kernel(direction: Direction) -> model.Kernel:
             source=f"{name}.cu",
             entry=f"{FAMILY_NAME}_{name}",
             constants=_constants,
+            warps=lambda variant: rings.warps(dict(variant.statics)),
             shared=partial(_shared, direction),
             headers=variants.headers(),
         ),

@@ -175,7 +175,8 @@ struct BackwardPass {
             const i64 row = (part * PARAMETERS + p) * of.channels + column.channel;
             __syncthreads();  // `sums` of the parameter before has been read
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++) sums[group][v][lane] = sum[v][p].total();
+            for (int v = 0; v < VECTOR; v++)
+                if (group < GROUPS) sums[group][v][lane] = sum[v][p].total();
             __syncthreads();
             if (group > 0) continue;
 #pragma unroll

@@ -88,7 +88,14 @@ OPTIONS = (
 #: float32, as the CPU makes them.
 QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
 #: Few that reach every kernel: also that of narrow rows, which takes many batches, and that of few channels with one gate.
-SMALL: tuple[Shape, ...] = (*QUICK, (66, 21, 40), (200, 21, 40), (1, 1101, 513), (2, 34, 1100))
+SMALL: tuple[Shape, ...] = (
+    *QUICK,
+    (66, 21, 40),
+    (200, 21, 40),
+    (1, 1101, 513),
+    (2, 34, 1100),
+    (1, 1729, 513),
+)
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
     (1, 7, 2),
@@ -115,6 +122,7 @@ THOROUGH: tuple[Shape, ...] = (
     (66, 21, 300),
     (200, 21, 70),
     (1, 1101, 700),
+    (1, 1729, 600),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

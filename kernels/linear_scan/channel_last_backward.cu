@@ -300,7 +300,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     run_single_wave(BackwardPass<false>(of, column, before, after_grad), wave);
 #elif CTAS_PER_COLUMN > 1
     const Column own = column.with(place_of(ColumnCta::own_channel()));
-    ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
+    // Wide columns, and forward all, share too few sectors to be worth the wait.
+    const int columns_across = MISALIGNED && CHANNELS == 64 ? int((channels + CHANNELS - 1) / CHANNELS) : 0;
+    ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own), columns_across);
     column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);
 #else
     const States before_grad = states_of(initial_state_grad, column), sums = states_of(all_sums, column);

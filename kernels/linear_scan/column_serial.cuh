@@ -30,7 +30,11 @@
 // channels of neighbouring threads are neighbours, and the channels of one thread are LANES_ACROSS apart; threads read
 // single elements, and write results from registers.
 #pragma once
-enum : int { THREADS = 32 * WARPS };
+enum : int {
+    // Warps beside those that have tiles, of columns that several CTAs share (multi_cta_column.cuh).
+    EXCHANGE_WARPS = CTAS_PER_COLUMN > 1 ? LANES_ACROSS * VECTOR / 32 : 0,
+    THREADS = 32 * (WARPS + EXCHANGE_WARPS),
+};
 #include "../common/global_memory.cuh"
 #include "../common/shared_memory.cuh"
 #include "../linear_scan/copy_hint.cuh"
@@ -40,7 +44,7 @@ enum : int { THREADS = 32 * WARPS };
 enum : int {
     ITEMS = 16 / sizeof(Storage),              // elements in a 16-byte piece
     CHANNELS = LANES_ACROSS * VECTOR,          // of a column
-    GROUPS = THREADS / LANES_ACROSS,           // threads that share rows
+    GROUPS = 32 * WARPS / LANES_ACROSS,        // threads that share rows
     WARP_STEPS = STEPS * (32 / LANES_ACROSS),  // rows of a warp in a tile
     FULL = CHANNELS / ITEMS,                   // pieces that the channels of an aligned row fill
     PIECES = FULL + MISALIGNED,                // pieces of a row

@@ -1,5 +1,5 @@
-"""Misaligned rows of 16-bit elements, in columns of 64 channels that several CTAs share (``multi_cta_column.cuh``): the tiles, what
-takes them, and how they launch.
+"""Misaligned rows of 16-bit elements, in columns of 64 or 128 channels that several CTAs share (``multi_cta_column.cuh``): the tiles,
+what takes them, and how they launch.
 
 They are for few columns, of which each has as many CTAs as there is room for, up to ``ctas_per_column``. The rings for aligned rows
 are in ``rings.py``.
@@ -18,20 +18,34 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 _SMS = 132
 #: The least CTAs of a column, and the least product of scans and CTAs of a column: below, tiles that look back are faster.
 _LEAST_CTAS, _LEAST_SCANS = 2, 4400
+#: The least CTAs of a wide column: with two, columns that one CTA scans are as fast.
+_LEAST_WIDE_CTAS = 3
 #: The most CTAs of a column, by the tile. Columns that have no room for more than the first are 2 to 10% faster with that tile.
 _FEW_CTAS, _MANY_CTAS = 4, 8
 #: Steps below which no CTA has several tiles.
 _LEAST_TIME = 512
+#: Channels of a narrow column. Wide ones have twice as many, and as many CTAs with twice the work: they share fewer sectors.
 _CHANNELS = 64
+#: Channels of a thread in narrow and wide columns. Of wide ones, the steps of a thread.
+_NARROW, _WIDE = 2, 4
+_STEPS: dict[Direction, tuple[int, int]] = {"forward": (16, 8), "backward": (12, 6)}
+#: Stages, and turns from the composition of a tile to its scan.
+_STAGES, _LEAD = 4, 2
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
     """The tiles of this access, which archives of capability 9.0 hold and the JIT compiles for other GPUs."""
-    steps, stages, lead = (16, 5, 3) if direction == "forward" else (12, 4, 2)
-    column = {"warps": 8, "lanes_across": 32, "vector": 2, "steps": steps, "stages": stages}
-    for ctas in (_FEW_CTAS, _MANY_CTAS) if ITEM_SIZE[dtype] == 2 else ():
-        shared_by = {"ctas_per_column": ctas, "aggregate_lead": lead}
-        yield from rings.resident(direction, dtype, column | shared_by, 1, MULTI_CTA)
+    narrow, wide = _STEPS[direction]
+    column = {"warps": 8, "lanes_across": 32}
+    rings_of = {"stages": _STAGES, "aggregate_lead": _LEAD}
+    for vector, steps, ctas in (
+        (_NARROW, narrow, _FEW_CTAS),
+        (_NARROW, narrow, _MANY_CTAS),
+        (_WIDE, wide, _MANY_CTAS),
+    ):
+        if ITEM_SIZE[dtype] == 2:
+            tile = {**column, "vector": vector, "steps": steps, **rings_of, "ctas_per_column": ctas}
+            yield from rings.resident(direction, dtype, tile, 1, MULTI_CTA)
 
 
 def sums(variant: Variant) -> bool:
@@ -47,13 +61,13 @@ def times(variant: Variant) -> int:
     return streams.times(variant)
 
 
-def _columns(problem: LinearScanProblem) -> int:
-    return problem.batch * ceil_div(problem.channels, _CHANNELS)
+def _columns(variant: Variant, problem: LinearScanProblem) -> int:
+    return problem.batch * ceil_div(problem.channels, streams.scans(variant))
 
 
 def _ctas(variant: Variant, problem: LinearScanProblem, sm_count: int) -> int:
     """How many share a column, on a GPU that runs one on each SM."""
-    return min(variant.number("ctas_per_column"), sm_count // _columns(problem))
+    return min(variant.number("ctas_per_column"), sm_count // _columns(variant, problem))
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
@@ -64,30 +78,43 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return "each channel has one gate for all time steps"
     ctas = _ctas(variant, problem, _SMS)
     if ctas < _LEAST_CTAS:
-        return f"{_columns(problem)} columns; a GPU has no room for several CTAs of each"
-    if ctas <= _FEW_CTAS < variant.number("ctas_per_column"):
-        return f"a GPU has room for {ctas} CTAs of each column; a tile for as few is faster"
+        return f"{_columns(variant, problem)} columns; a GPU has no room for several CTAs of each"
+    if reason := _other_columns_are_faster(variant, problem, ctas):
+        return reason
     if problem.time < _LEAST_TIME or problem.batch * problem.channels * ctas < _LEAST_SCANS:
         return "tiles that look back are faster for so few scans or steps"
     return None
 
 
+def _other_columns_are_faster(
+    variant: Variant, problem: LinearScanProblem, ctas: int
+) -> str | None:
+    """Why other columns, or a tile for fewer CTAs, are faster than so many CTAs of each column."""
+    if variant.number("vector") == _WIDE:
+        narrow = _SMS // (problem.batch * ceil_div(problem.channels, _CHANNELS))
+        if ctas < max(2 * narrow, _LEAST_WIDE_CTAS):
+            return f"a GPU has room for {narrow} CTAs of each narrow column; these are faster"
+    elif ctas <= _FEW_CTAS < variant.number("ctas_per_column"):
+        return f"a GPU has room for {ctas} CTAs of each column; a tile for as few is faster"
+    return None
+
+
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
     """Below the costs of all other kernels: ``accepts`` leaves only problems for which this kernel is the fastest, the more CTAs
-    the faster."""
-    return -float(variant.number("ctas_per_column"))
+    and channels the faster."""
+    return -float(variant.number("ctas_per_column") * variant.number("vector"))
 
 
 def exceeds_residency(variant: Variant, problem: LinearScanProblem, sm_count: int) -> str | None:
     """Why a GPU does not hold several CTAs of each column at once, which wait for one another."""
     if _ctas(variant, problem, sm_count) < _LEAST_CTAS:
-        return f"{_columns(problem)} columns; {sm_count} SMs run no {_LEAST_CTAS} blocks of each at once"
+        return f"{_columns(variant, problem)} columns; {sm_count} SMs run no {_LEAST_CTAS} blocks of each at once"
     return None
 
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
     """As many CTAs for each column as run at once. The kernel reads how many from its flags."""
     ctas = max(_LEAST_CTAS, _ctas(variant, problem, sm_count))
-    blocks = _columns(problem) * ctas
+    blocks = _columns(variant, problem) * ctas
     workspace = streams.descriptor_bytes(variant, blocks)
     return Launch((blocks, 1, 1), problem.scalars(ctas), workspace)

@@ -32,10 +32,11 @@ enum : int {
     TURNS = 2 * SLOTS,           // turns in the ring of descriptors
 };
 static_assert(CTAS_PER_COLUMN > 1 && AGGREGATE_LEAD > 1 && STAGES > SLOTS);
-static_assert(CHANNELS <= THREADS && CHANNELS % 32 == 0 && LANES_ACROSS == 32);
+static_assert(CHANNELS % 32 == 0 && LANES_ACROSS == 32);
 static_assert(!COMPENSATED && !VARLEN);
 // Pause between two polls of one address; a poll takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
+enum : int { MOST_LOOKS = 8 };  // at the columns beside, which may not have started
 enum : int { COUNTER = 256 };  // bytes before the descriptors, so that a warp's are in whole 128-byte lines
 
 // The CTA's column, and its rank among the CTAs that share the column.
@@ -59,15 +60,21 @@ struct CtaRank {
 struct ColumnCta {
     const CtaRank cta;
     const int channel = own_channel();
-    const bool has_channel = channel < CHANNELS;  // the whole warp has, or has not
+    const bool exchanges = channel < CHANNELS;  // the whole warp does, or has tiles
+    const int columns_across;  // in a row of memory, if it waits for the columns beside its own; or 0
     u64* const words;    // descriptors of that channel
     const States final;  // where its last state goes
     RunningPrefix carried;  // its state after this CTA's last tile
     TileDescriptor descriptors[CTAS_PER_COLUMN - 1];
 
-    static __device__ int own_channel() { return threadIdx.x / 32 * 32 + threadIdx.x % 32; }
-    __device__ ColumnCta(const CtaRank& cta, void* workspace, const States& before, const States& after)
+    // CHANNELS for threads that have tiles.
+    static __device__ int own_channel() {
+        const int thread = int(threadIdx.x) - 32 * WARPS;
+        return thread < 0 ? CHANNELS : thread;
+    }
+    __device__ ColumnCta(const CtaRank& cta, void* workspace, const States& before, const States& after, int columns_across = 0)
         : cta(cta),
+          columns_across(columns_across),
           words(reinterpret_cast<u64*>(static_cast<char*>(workspace) + COUNTER) +
                 i64(cta.column) * CHANNELS * TURNS * cta.count + channel),
           final(after),
@@ -146,6 +153,22 @@ struct ColumnCta {
         carried = Affine(map(turn, GROUPS, channel))(carried);
     }
 
+    // Columns beside one another share sectors of memory. If their CTAs drift apart, memory reads and writes those twice. So a CTA
+    // waits a while for those of its rank in the columns beside to publish a turn.
+    __device__ void await_beside(int turn) const {
+        const int side = channel == 0 ? -1 : 1, column = int(cta.column % unsigned(columns_across)) + side;
+        const bool looks = channel < 2 && column >= 0 && column < columns_across;
+        const u64* const beside =
+            word(unsigned(turn) % TURNS * cta.count + cta.rank) - channel + side * CHANNELS * TURNS * cta.count;
+#pragma unroll 1
+        for (int look = 0; look < MOST_LOOKS; look++) {
+            const unsigned flag = looks ? TileDescriptor{load_relaxed(beside)}.flag() : round(turn);
+            const bool behind = flag != round(turn) && flag != round(turn + TURNS);
+            if (!__any_sync(FULL_WARP, behind)) break;
+            __nanosleep(LOOK_AGAIN_NS);
+        }
+    }
+
     template <class Work>
     __device__ void run(Work work, i64 time) {
         auto& tiles = work.tiles;
@@ -164,27 +187,35 @@ struct ColumnCta {
             to_come -= turn_rows;
         };
         typename Work::Held held;
+        if (!exchanges) {
 #pragma unroll 1
-        for (int turn = 0; turn < STAGES - SLOTS; turn++) next(turn);
+            for (int turn = 0; turn < STAGES - SLOTS; turn++) next(turn);
+        }
 #pragma unroll 1
         for (int turn = -AGGREGATE_LEAD; turn < turns; turn++) {
-            const bool goes_on = turn >= -1 && turn + 1 < turns, composes = turn + AGGREGATE_LEAD < turns;
-            if (goes_on && has_channel) ask(turn + 1, ~0u);
-            next(turn + STAGES - 1);
-            wait_for_copies<STAGES - SLOTS>();
-            __syncwarp();  // of all lanes
-            if (composes) {
-                Affine maps[VECTOR];
-                tiles.stage = composed, composed = after(composed);
-                work.read(held);
-                work.compose_tile(held, maps, tiles.counted(to_compose));
+            const int composing = turn + AGGREGATE_LEAD;
+            if (exchanges) {
+                if (turn >= 0) enter(turn);
+                if (columns_across && channel < 32 && composing > 0 && composing <= turns) await_beside(composing - 1);
+            } else {
+                next(turn + STAGES - 1);
+                wait_for_copies<STAGES - SLOTS>();
+                __syncwarp();  // of all lanes
+                if (composing < turns) {
+                    Affine maps[VECTOR];
+                    tiles.stage = composed, composed = after(composed);
+                    work.read(held);
+                    work.compose_tile(held, maps, tiles.counted(to_compose));
 #pragma unroll
-                for (int v = 0; v < VECTOR; v++) map(turn + AGGREGATE_LEAD, group, number_of(v)) = maps[v];
+                    for (int v = 0; v < VECTOR; v++) map(composing, group, number_of(v)) = maps[v];
+                }
+                to_compose -= turn_rows;
             }
             __syncthreads();  // one a turn
-            if (composes && has_channel) tell(turn + AGGREGATE_LEAD);
-            to_compose -= turn_rows;
-            if (turn >= 0) {
+            if (exchanges) {
+                if (composing < turns) tell(composing);
+                if (turn >= -1 && turn + 1 < turns) ask(turn + 1, ~0u);
+            } else if (turn >= 0) {
                 State x[VECTOR];
                 const int rows = tiles.counted(left);
                 tiles.stage = walks, walks = after(walks);
@@ -195,8 +226,7 @@ struct ColumnCta {
                 tiles.hand_out(work, rows);
                 left -= turn_rows;
             }
-            if (goes_on && has_channel) enter(turn + 1);
         }
-        if (has_channel && cta.rank + 1 == cta.count) final.write(0, carried.x);
+        if (exchanges && cta.rank + 1 == cta.count) final.write(0, carried.x);
     }
 };

@@ -190,7 +190,7 @@ def takes_one_gate(direction: Direction, dtype: str, access: str, tile: Tile) ->
     """Whether a column-serial kernel takes channels that have one gate for all steps. None for misaligned rows
     does: it needs all tensors at one offset to 16 bytes, which one gate a channel seldom has. Nor do wide columns, since narrower
     ones are faster there."""
-    if access == MISALIGNED or is_wide(tile):
+    if access in (MISALIGNED, MULTI_CTA) or is_wide(tile):
         return False
     statics = tuple(tile[name] for name in ("warps", "lanes_across", "vector", "steps", "stages"))
     return access != "aligned" or statics not in _EACH_GATE.get((dtype, direction), ())
@@ -300,8 +300,11 @@ def _side_by_side(tile: Tile) -> int:
 
 
 def warps(tile: Tile) -> int:
-    """Of a CTA: those that own tiles, and where columns are cut those that look back."""
+    """Of a CTA: those that own tiles, where columns are cut those that look back, and where CTAs share columns those that exchange
+    aggregates."""
     own = tile_warps(tile)
+    if "ctas_per_column" in tile:
+        return own + int(tile["lanes_across"]) * int(tile["vector"]) // 32
     if "prefix_lead" not in tile:
         return own
     return own + (int(tile["prefix_lead"]) + 1) * max(1, _side_by_side(tile) * own // 32)

@@ -101,7 +101,7 @@ def test_some_columns_have_a_gate_for_each_step(direction: str, channels: int) -
         for v in kernel.every
         if not streams.takes_one_gate(v)
         and v.text("dtype") == "bfloat16"
-        and (v.text("access") == "misaligned") == bool(channels % 8)
+        and v.text("access") == ("misaligned" if channels % 8 else "aligned")
     ]
     assert len({v.number("vector") for v in variants}) > 1
     case = f"8,4096,{channels}:bfloat16"

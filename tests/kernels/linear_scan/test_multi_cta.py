@@ -17,51 +17,68 @@ from scan_registry.kernels.linear_scan.space import MULTI_CTA, SCALAR
 SHAPES = ((1, 61, 1100), (1, 65, 700), (2, 37, 900), (1, 64, 517))
 
 
+#: The most CTAs of a column, and the channels of a thread.
+TILES = ((4, 2), (8, 2), (8, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("direction", "dtype", "most"), [*product(DIRECTIONS, ["bfloat16", "float16"], [4, 8])]
+    ("direction", "dtype", "most", "vector"),
+    [
+        (direction, dtype, *tile)
+        for direction, dtype, tile in product(DIRECTIONS, ["bfloat16", "float16"], TILES)
+    ],
 )
 def test_ctas_that_share_misaligned_columns(
-    direction: str, dtype: str, most: int, cuda_emulator: ModuleType, tmp_path: Path
+    direction: str,
+    dtype: str,
+    most: int,
+    vector: int,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
 ) -> None:
     """The results are right, and nothing beside them changes, wherever rows start in their 16 bytes."""
-    kernel, variant = only_kernel(direction, MULTI_CTA, dtype, ctas_per_column=most)
+    kernel, variant = only_kernel(direction, MULTI_CTA, dtype, ctas_per_column=most, vector=vector)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(
-    ("case", "access", "ctas"),
+    ("case", "access", "ctas", "channels"),
     [
-        ("8,4099,301:bfloat16", MULTI_CTA, 3),
-        ("4,8192,999:float16", MULTI_CTA, 2),
-        ("1,1716,1193:bfloat16", MULTI_CTA, 6),
-        ("2,35918,375:float16", MULTI_CTA, 8),
-        ("8,4099,1001:bfloat16", "misaligned", None),
-        ("6,10000,130:bfloat16", MULTI_CTA, 7),
-        ("8,63747,49:bfloat16", SCALAR, None),
-        ("4,8192,1000:float16", "aligned", None),
-        ("4,400,999:float16", "misaligned", None),
+        ("8,4099,301:bfloat16", MULTI_CTA, 3, 64),
+        ("4,8192,999:float16", MULTI_CTA, 4, 128),
+        ("8,4099,601:bfloat16", MULTI_CTA, 3, 128),
+        ("1,1716,1193:bfloat16", MULTI_CTA, 6, 64),
+        ("2,35918,375:float16", MULTI_CTA, 8, 64),
+        ("8,4099,1001:bfloat16", "misaligned", None, None),
+        ("6,10000,130:bfloat16", MULTI_CTA, 7, 64),
+        ("8,63747,49:bfloat16", SCALAR, None, None),
+        ("4,8192,1000:float16", "aligned", None, None),
+        ("4,400,999:float16", "misaligned", None, None),
     ],
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_takes_few_columns_of_many_channels(
-    case: str, access: str, ctas: int | None, direction: str
+    case: str, access: str, ctas: int | None, channels: int | None, direction: str
 ) -> None:
     """On a GPU of 132 SMs. Fewer SMs leave a column fewer CTAs, or have no room for two of each."""
     problem = posed(case, direction)
-    few, many = (
-        only_kernel(direction, MULTI_CTA, problem.dtype, ctas_per_column=most) for most in (4, 8)
-    )
-    kernel, variant = few if ctas is None or ctas <= 4 else many
+    variants = [
+        only_kernel(direction, MULTI_CTA, problem.dtype, ctas_per_column=most, vector=vector)
+        for most, vector in TILES
+    ]
+    kernel = variants[0][0]
     assert kernel.tunable.shape is not None
     assert f"access={access}" in kernel.tunable.shape(problem).kind
-    takes = [v for _, v in (few, many) if kernel.rules.accepts(v, problem) is None]
-    if ctas is None:
+    takes = [v for _, v in variants if kernel.rules.accepts(v, problem) is None]
+    if ctas is None or channels is None:
         assert not takes
         return
-    columns = problem.batch * -(-problem.channels // 64)
-    assert min(takes, key=lambda v: kernel.cost(v, problem)) == variant
+    columns = problem.batch * -(-problem.channels // channels)
+    variant = min(takes, key=lambda v: kernel.cost(v, problem))
+    assert 32 * variant.number("vector") == channels
+    assert (variant.number("ctas_per_column") == 4) == (ctas <= 4 and channels == 64)
     assert kernel.launch(variant, problem, 132).grid == (columns * ctas, 1, 1)
     assert kernel.rules.exceeds_residency(variant, problem, 132) is None
     assert kernel.rules.exceeds_residency(variant, problem, 2 * columns - 1) is not None
