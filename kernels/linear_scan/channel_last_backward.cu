@@ -243,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #elif SCALAR
     unsigned* const own = own_workspace(workspace, flags);
     if (const int maps = TileShape::maps(flags); maps && blockIdx.x == 0) return WorkspaceInit(own, maps).initialize();
-    const Position at(own, batch, channels, time, !(flags & 1), offsets, sequences, flags);
+    const Position at(batch, channels, time, !(flags & 1), offsets, sequences, flags);
     GateStorage* const each_gate = flags & 2 ? nullptr : gates_grad;
     const auto result = [&](Storage* tensor) { return Rows(tensor, grads_outer, grads_batch, grads_time, at); };
     const Layout layout(tokens_grad || each_gate ? result(tokens_grad ? tokens_grad : each_gate)
@@ -268,10 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     Finishing pass{inputs, ends, initial_state, gates_grad != nullptr,
                    enter_rows<BackwardStep>(inputs, ends, at, cursor, scan, own)};
     for_rows(at, cursor, scan, pass);
-    __syncthreads();
+    meet_before_copies_out();
 #pragma unroll 1
     for (int tile = each_gate ? 0 : 1; tile < (tokens_grad ? 2 : 1); tile++)
         copy_out(result(tile ? tokens_grad : each_gate), layout, movers, at, tile);
+    leave_copies_out();
     if (flags & 2 && gates_grad)
         add_up(pass.sum, at, reinterpret_cast<State*>(gates_grad) + at.state(0, state_outer, state_batch, state_channel, 0),
                outer * batch * channels);

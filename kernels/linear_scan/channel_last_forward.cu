@@ -247,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
 #elif SCALAR
     unsigned* const own = own_workspace(workspace, flags);
     if (const int maps = TileShape::maps(flags); maps && blockIdx.x == 0) return WorkspaceInit(own, maps).initialize();
-    const Position at(own, batch, channels, time, flags & 1, offsets, sequences, flags);
+    const Position at(batch, channels, time, flags & 1, offsets, sequences, flags);
     const Layout layout(Rows(states, states_outer, states_batch, states_time, at), at);
     const Movers movers(layout, at);
 #pragma unroll 1
@@ -262,8 +262,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Ends ends{at, initial_state, final_state, state_outer, state_batch, state_channel, state_time};
     Finishing pass{inputs, ends, enter_rows<ForwardStep>(inputs, ends, at, cursor, scan, own)};
     for_rows(at, cursor, scan, pass);
-    __syncthreads();
+    meet_before_copies_out();
     copy_out(Rows(states, states_outer, states_batch, states_time, at), layout, movers, at, 1);
+    leave_copies_out();
 #elif COLUMN_SERIAL
 #if SINGLE_WAVE
     const Part part(flags >> 2);

@@ -59,8 +59,8 @@ _LAUNCH, _ALIGNED_STEP, _MISALIGNED_STEP, _MANY_CHANNELS = 1.5e6, 3800, 30_000, 
 _MOST = 2**31 - 1
 #: Tiles of a group, and groups of a group of the next level.
 _GROUP = 32
-#: Bytes of a workspace so small that one CTA zeroes it while others load.
-_FEW_BYTES = 1 << 17
+#: Bytes of a workspace so small, and tiles so few, that one CTA zeroes the workspace while others load.
+_FEW_BYTES, _FEW_TILES = 1 << 16, 512
 #: Rows of few channels with so few elements that most SMs would be idle have tiles of fewer steps, and more of them.
 _FEW_ELEMENTS, _FEWER_STEPS, _BUSY = 1 << 19, 15, 128
 #: Of these, rows of so few elements and channels, for which tiles of few warps are faster.
@@ -288,7 +288,7 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     while groups[-1] > 1:
         groups.append(ceil_div(groups[-1], _GROUP))
     own = HEAD + columns * shape.across * sum(groups) * _map_bytes(problem.dtype)
-    zeroed = own > _FEW_BYTES
+    zeroed = own > _FEW_BYTES or ctas > _FEW_TILES
     scalars = problem.scalars(shape_flags | (not zeroed) << 20 | own // _PIECE << 21)
     grid = ctas if zeroed else 1 + ctas, problem.outer, 1
     return Launch(grid, scalars, problem.outer * own, zeroed)

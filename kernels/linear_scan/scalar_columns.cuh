@@ -12,7 +12,7 @@
 // map of the tile. Then it looks back: it reads the maps of the tiles before, and composes them to the state that enters the tile.
 // Results take the place of inputs in shared memory, and leave it in pieces of 16 bytes.
 //
-// blockIdx.y is the index along the outer one of two dimensions of batches. Its batches have a counter and maps of their own.
+// blockIdx.y is the index along the outer one of two dimensions of batches. Its batches have maps of their own.
 //
 // A column is some channels over all of time: of one batch, or, where batches are short, of all batches, one after the other. The
 // first row of each batch begins a scan, and so does that of each packed sequence: its map has scale 0.
@@ -22,16 +22,16 @@
 // Where a scan has more than GROUP tiles, a look-back does not read every map. GROUP consecutive tiles of a column are
 // a group, GROUP groups are a group of level 2, and so on. The last tile of a group publishes the map of the whole group. So a
 // look-back reads fewer than GROUP maps on each level: the tiles since the last whole group, the groups since the last whole group
-// of level 2, and so on. The order of operations is fixed, so results are the same in every run. CTAs draw tiles from a counter,
-// those of the earliest time steps first, so a tile waits only for tiles of CTAs that are running or done.
+// of level 2, and so on. The order of operations is fixed, so results are the same in every run. CTAs have the tiles of their
+// indices, those of the earliest time steps first. A GPU starts CTAs in this order, so a tile waits only for tiles of CTAs that are
+// running or done.
 //
 // Where threads can read the maps of all tiles at once, there are no groups.
 //
-// Where maps are few (scalar.py), the first CTA of each outer index zeroes them while others load, and these have the tiles of their
-// indices, which a GPU starts in order.
+// Where maps are few (scalar.py), the first CTA of each outer index zeroes them while others load.
 //
 // workspace, zeroed before the launch or by the first CTAs, or null if columns have one tile each: for each outer index the head of
-// WorkspaceInit, which has the counter in its first bytes; then for each level the maps (tile_state.cuh) of its groups:
+// WorkspaceInit; then for each level the maps (tile_state.cuh) of its groups:
 // [group][column][line of the map][channel].
 #pragma once
 #include "scalar_tiles.cuh"

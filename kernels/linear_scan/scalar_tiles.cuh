@@ -7,13 +7,15 @@
 #define BLOCKS 1
 #endif
 enum : int { THREADS = 32 * WARPS };
+#include "../common/bulk_copy.cuh"
 #include "../common/compiler.cuh"
 #include "../common/copy.cuh"
 #include "../common/shared_memory.cuh"
 #include "../common/tile_state.cuh"
 #include "../common/workspace_init.cuh"
 #include "../linear_scan/step.cuh"
-
+// Whether tiles without gaps between their rows move in one copy. Other archives than that of 9.0 have no room for that.
+enum : bool { BULK = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000 };
 enum : int {
     PIECE = 16,
     ITEM = sizeof(Storage),
@@ -36,6 +38,11 @@ struct TileShape {
     __device__ static int maps(i64 flags) { return flags >> 22 & 1 ? int(pieces(flags)) * PIECE - WorkspaceInit::HEAD : 0; }
 };
 
+// Opens when copies in bulk are there.
+__device__ inline u64* bulk_barrier() {
+    __shared__ u64 barrier;
+    return &barrier;
+}
 // The workspace of the CTA's outer index.
 __device__ inline unsigned* own_workspace(void* workspace, i64 flags) {
     return workspace ? static_cast<unsigned*>(workspace) + blockIdx.y * TileShape::pieces(flags) * (PIECE / 4) : nullptr;
@@ -53,7 +60,7 @@ struct Position : TileShape {
     unsigned all, begin, first;        // rows of the column and before the tile; the tile's first in memory
     int own;                           // rows of the thread's channel, 0 if it has none
 
-    __device__ Position(unsigned* workspace, i64 all_batches, i64 all_channels, i64 time, bool against, const i64* offsets,
+    __device__ Position(i64 all_batches, i64 all_channels, i64 time, bool against, const i64* offsets,
                         i64 sequences, i64 flags)
         : TileShape(flags), against(against), offsets(sequences ? offsets : nullptr), period(unsigned(time)),
           scans(unsigned(sequences ? sequences : joined ? all_batches : 1)) {
@@ -61,7 +68,8 @@ struct Position : TileShape {
         columns = (joined ? 1 : batches) * columns_across, all = joined ? batches * period : period;
         __shared__ unsigned drawn[3];
         if (threadIdx.x == 0) {
-            const unsigned tile = maps(flags) ? blockIdx.x - 1 : workspace ? atomicAdd(workspace, 1u) : blockIdx.x;
+            if (BULK) init_bulk_barrier(bulk_barrier());
+            const unsigned tile = blockIdx.x - (maps(flags) > 0);
             drawn[0] = tile / columns, drawn[1] = tile % columns, drawn[2] = drawn[1] / columns_across;
         }
         slots = int(unsigned(THREADS) / unsigned(across)), slot = int(threadIdx.x / unsigned(across));
@@ -167,8 +175,8 @@ struct Movers {
     int side_by_side, lines, line, first;  // first: bytes from the row's first piece to the thread's first
 
     __device__ Movers(const Layout& layout, const Position& at) {
-        const unsigned across = at.dense ? unsigned(THREADS) : unsigned(layout.pitch + PIECE - 1) / PIECE;
-        lines = int(THREADS / across), line = at.dense ? 0 : int(threadIdx.x / across), side_by_side = int(across);
+        const unsigned across = !BULK && at.dense ? unsigned(THREADS) : unsigned(layout.pitch + PIECE - 1) / PIECE;
+        lines = int(THREADS / across), line = !BULK && at.dense ? 0 : int(threadIdx.x / across), side_by_side = int(across);
         first = (int(threadIdx.x) - line * side_by_side) * PIECE;
     }
 };
@@ -177,7 +185,8 @@ struct Movers {
 template <class Piece>
 __device__ inline void for_pieces(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
                                   int begin, int end, const Piece& piece) {
-    const int bytes = (at.dense ? end - begin : 1) * at.channels * ITEM, after = at.dense ? begin + 1 : end;
+    const bool is_one = !BULK && at.dense;  // row
+    const int bytes = (is_one ? end - begin : 1) * at.channels * ITEM, after = is_one ? begin + 1 : end;
     if (movers.line >= movers.lines) return;
 #pragma unroll 1
     for (int row = begin + movers.line; row < after; row += movers.lines) {
@@ -198,8 +207,36 @@ __device__ inline void for_elements(const Rows& rows, const Layout& layout, cons
         visit(*(reinterpret_cast<Storage*>(rows.at(row)) + (rows.shared ? 0 : at.lane)),
               element(tile, layout.of(row) + at.lane * ITEM));
 }
+// The rows of a tile without gaps, from byte `begin` of shared memory to byte `end`. Whole pieces move in one copy, which a single
+// thread asks for.
+struct Span {
+    int begin, end;
+    char* memory;  // of byte 0
+
+    __device__ Span(const Rows& rows, const Layout& layout, const Position& at, int first, int last)
+        : begin(layout.of(first)), end(begin + (last - first) * at.channels * ITEM), memory(rows.at(first) - begin) {}
+    __device__ void copy_in(int tile) const {
+        if (threadIdx.x > 0) return;
+        char* const shared = dynamic_rows() + tile * AREA;
+        const int from = begin & -PIECE, to = end & -PIECE;
+        if (from < to) copy_bulk(shared + from, memory + from, to - from, bulk_barrier());
+        if (to < end) copy_async_first<false>(shared + to, memory + to, end - to, true);
+    }
+    __device__ void copy_out(int tile) const {
+        const char* const shared = dynamic_rows() + tile * AREA;
+        const int from = smaller((begin + PIECE - 1) & -PIECE, end), to = from < end ? end & -PIECE : end;
+        if (threadIdx.x == 0 && from < to) store_bulk(memory + from, shared + from, to - from);
+        const int own = int(threadIdx.x) * ITEM, tail = to > from ? to : from;
+        if (begin + own < from) move(begin + own, shared);
+        if (tail + own < end) move(tail + own, shared);
+    }
+    __device__ void move(int at, const char* shared) const {
+        *reinterpret_cast<Storage*>(memory + at) = *reinterpret_cast<const Storage*>(shared + at);
+    }
+};
 __device__ inline void copy_in(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
                                int begin, int end) {
+    if (BULK && at.dense && layout.fits(rows)) return Span(rows, layout, at, begin, end).copy_in(tile);
     if (layout.fits(rows))
         for_pieces(rows, layout, movers, at, tile, begin, end,
                    [](const char* from, char* to, int, int end) {
@@ -209,7 +246,13 @@ __device__ inline void copy_in(const Rows& rows, const Layout& layout, const Mov
     else
         for_elements(rows, layout, at, tile, begin, end, [](const Storage& from, Storage& to) { to = from; });
 }
+// The CTA has written results to shared memory, and is to copy them out.
+__device__ inline void meet_before_copies_out() {
+    if (BULK) before_bulk_stores();
+    __syncthreads();
+}
 __device__ inline void copy_out(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile) {
+    if (BULK && at.dense && layout.fits(rows)) return Span(rows, layout, at, 0, at.rows).copy_out(tile);
     if (layout.fits(rows))
         for_pieces(rows, layout, movers, at, tile, 0, at.rows, [](char* to, const char* from, int begin, int end) {
             if (begin == 0 && end == PIECE) return store_global(to, *reinterpret_cast<const uint4*>(from));
@@ -220,9 +263,14 @@ __device__ inline void copy_out(const Rows& rows, const Layout& layout, const Mo
     else
         for_elements(rows, layout, at, tile, 0, at.rows, [](Storage& to, const Storage& from) { to = from; });
 }
+// Before the CTA ends.
+__device__ inline void leave_copies_out() {
+    if (BULK) wait_for_bulk_stores_read();
+}
 // Waits for the tile, and for the workspace that the first CTA zeroes.
 __device__ inline void wait_for_tile(i64 flags, void* workspace) {
     commit_copies();
+    if (BULK && threadIdx.x == 0) wait_for_bulk_copies(bulk_barrier());
     if (TileShape::maps(flags) && threadIdx.x == 0) WorkspaceInit(workspace, 0).await(gridDim.x - 1);
     wait_for_copies<0>();
     __syncthreads();

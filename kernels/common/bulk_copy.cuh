@@ -1,0 +1,38 @@
+// Copies of whole runs of 16-byte pieces by the copy engine of sm_90: one thread asks for them, and goes on.
+#pragma once
+#include "../common/copy.cuh"
+
+// A barrier in shared memory that opens, once, when one thread has arrived and all bytes are there that were asked for.
+// By one thread, before the CTA meets.
+__device__ inline void init_bulk_barrier(u64* barrier) {
+    asm volatile(
+        "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+        "fence.mbarrier_init.release.cluster;" ::"r"(unsigned(__cvta_generic_to_shared(barrier)))
+        : "memory");
+}
+// Whoever asked for copies waits for them.
+__device__ inline void wait_for_bulk_copies(u64* barrier) {
+    asm volatile(
+        "{ .reg .pred done; .reg .b64 state;\n"
+        "mbarrier.arrive.shared::cta.b64 state, [%0];\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n"
+        "@!done bra again; }" ::"r"(unsigned(__cvta_generic_to_shared(barrier)))
+        : "memory");
+}
+__device__ inline void copy_bulk(void* to, const void* from, int bytes, u64* barrier) {
+    asm volatile(
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%3], %2;\n\t"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            unsigned(__cvta_generic_to_shared(to))),
+        "l"(from), "r"(bytes), "r"(unsigned(__cvta_generic_to_shared(barrier))), "l"(leaves_last())
+        : "memory");
+}
+// To global memory. Threads that wrote what is to be copied call `before_bulk_stores`, and meet.
+__device__ inline void before_bulk_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void store_bulk(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
+                 "r"(unsigned(__cvta_generic_to_shared(from))), "r"(bytes)
+                 : "memory");
+}
+// Until the thread's stores have read shared memory, which may not go before.
+__device__ inline void wait_for_bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
