@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);
 #if SINGLE_WAVE
-    const Column own = column.with(place_of(threadIdx.x));
+    const Column own = column.with(SingleWave::first_served());
     const SingleWave wave(part, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own));
     run_single_wave(BackwardPass<false>(of, column, before, after_grad), wave);
 #elif CTAS_PER_COLUMN > 1

@@ -279,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const Forward of{gates,        tokens,      states,       gates_batch, gates_time,
                      tokens_batch, tokens_time, states_batch, states_time};
 #if SINGLE_WAVE
-    const Column own = column.with(place_of(threadIdx.x));
+    const Column own = column.with(SingleWave::first_served());
     const SingleWave wave(part, workspace, States(initial_state, state_batch, state_channel, state_time, own),
                     States(final_state, state_batch, state_channel, state_time, own));
     run_single_wave(ForwardPass<false>(of, column, before), wave);

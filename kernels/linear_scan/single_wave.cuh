@@ -25,10 +25,10 @@
 
 enum : int {
     WORDS = 16 / sizeof(TileDescriptor::Word),  // descriptors in one load, of neighbouring channels
-    SLICES = THREADS * WORDS / CHANNELS,        // of the parts before, which threads compose in parallel
-    LOOKS = (136 + SLICES - 1) / SLICES,        // loads in flight: enough for the parts of 132 SMs
+    LOOKS = (136 + WARPS - 1) / WARPS,          // loads in flight: enough for the parts of 132 SMs, in a slice for each warp
+    ACROSS_BANKS = CHANNELS + 2,                // so that maps of one channel lie in different banks
 };
-static_assert(LANES_ACROSS == 32 && THREADS % CHANNELS == 0 && sizeof(State) == 4 && WORDS <= VECTOR);
+static_assert(LANES_ACROSS == 32 && 32 % WARPS == 0 && WORDS == VECTOR && sizeof(State) == 4);
 static_assert(!MISALIGNED && !VARLEN && CTAS_PER_COLUMN == 1);
 
 // Which part of which column a CTA has, and which run a warp has of it. The grid is (columns side by side, batches,
@@ -48,15 +48,17 @@ struct Part {
     __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
 };
 
-// The exchange between the runs of a column. A thread serves one channel of the column when its CTA publishes, and WORDS
-// neighbouring channels of one slice of the earlier parts when it reads, whichever channels it scans.
+// The exchange between the runs of a column. A thread composes maps of VECTOR channels from `served` on, whichever it scans:
+// those of the runs of its CTA, and those of slices of the earlier parts, of which lanes side by side have one each. It reads
+// maps of earlier parts so that neighbouring threads have neighbouring channels.
 struct SingleWave {
     const Part part;
-    const int channel = threadIdx.x, looked = threadIdx.x * WORDS % CHANNELS, slice = threadIdx.x * WORDS / CHANNELS;
+    const int lane = threadIdx.x % 32, place = lane % WARPS, served = first_served();
+    const int looked = threadIdx.x * VECTOR % CHANNELS, slice = threadIdx.x * VECTOR / CHANNELS;
     const unsigned apart;         // descriptors, from part to part
     const WorkspaceInit workspace_init;
     TileDescriptor::Word* const words;  // of the column, in part 0
-    const States initial, final;  // of the channel
+    const States initial, final;  // of the channels that are served
     unsigned seen = 0;            // CTAs that have seen the workspace's flag before this one
 
     __device__ SingleWave(const Part& part, void* workspace, const States& initial, const States& final)
@@ -66,8 +68,8 @@ struct SingleWave {
           words(static_cast<TileDescriptor::Word*>(workspace_init.past_head()) + part.column() * CHANNELS),
           initial(initial),
           final(final) {}
-    __device__ bool has_channel() const { return channel < CHANNELS; }  // the whole warp has, or has not
 
+    static __device__ int first_served() { return threadIdx.x / WARPS * VECTOR; }
     // Whether the CTA has no part; the first such CTA zeroes the workspace.
     __device__ bool initializes() const {
         if (part.number >= 0) return false;
@@ -84,36 +86,13 @@ struct SingleWave {
         if (!part.only() && threadIdx.x == 0 && seen + 1 == part.blocks()) workspace_init.retract();
     }
 
-    // Aggregates of the runs of a CTA's warps; once they are published, of all runs before each of them.
-    static __device__ Stored<>& map(int warp, int channel) {
-        __shared__ Stored<> maps[WARPS][CHANNELS];
-        return maps[warp][channel];
-    }
-    static __device__ State& entering(int warp, int channel) {
-        __shared__ State entering[WARPS][CHANNELS];
-        return entering[warp][channel];
-    }
-    // Publish the aggregate of the CTA's part, and return it.
-    __device__ Affine tell() const {
-        Affine own[WARPS], all;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) own[w] = map(w, channel), all = compose(all, own[w]);
-        if (!part.last()) store_relaxed(words + part.number * apart + channel, TileDescriptor::of(all, 1).word);
-        Affine before;
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            map(w, channel) = before;
-            before = compose(before, own[w]);
-        }
-        return all;
-    }
     // Compose the aggregates of this thread's slice of the parts before, once they are published.
-    __device__ void look(Affine (&all)[WORDS]) const {
-        const int each = (part.number + SLICES - 1) / SLICES, first = slice * each;
+    __device__ void look(Affine (&all)[VECTOR]) const {
+        const int each = (part.number + WARPS - 1) / WARPS, first = slice * each;
         const int end = first + each < part.number ? first + each : part.number;
 #pragma unroll 1
         for (int at = first; at < end; at += LOOKS) {
-            TileDescriptor descriptors[LOOKS][WORDS] = {};
+            TileDescriptor descriptors[LOOKS][VECTOR] = {};
 #pragma unroll 1
             for (bool missing = true; missing;) {
                 missing = false;
@@ -123,40 +102,64 @@ struct SingleWave {
 #pragma unroll
                 for (int i = 0; i < LOOKS; i++)
 #pragma unroll
-                    for (int w = 0; w < WORDS; w++) missing |= at + i < end && !descriptors[i][w].flag();
+                    for (int w = 0; w < VECTOR; w++) missing |= at + i < end && !descriptors[i][w].flag();
             }
 #pragma unroll
             for (int i = 0; i < LOOKS; i++)
 #pragma unroll
-                for (int w = 0; w < WORDS; w++)
+                for (int w = 0; w < VECTOR; w++)
                     if (at + i < end) all[w] = compose(all[w], descriptors[i][w]);
         }
     }
+    // Composes maps of a channel, of all runs or slices, and returns the composition of those before `place`. Compensated maps take
+    // so long to compose that lanes share the work.
+    __device__ Affine composed(const Stored<> (&maps)[WARPS][ACROSS_BANKS], int channel, Affine& all) const {
+        Affine before;
+        if constexpr (COMPENSATED) {
+            all = maps[place][channel];
+            before = exclusive_scan<1, WARPS>(all, lane);
+            all = from_lane(all, lane | WARPS - 1);
+        } else {
+            all = {};
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) {
+                if (w == place) before = all;
+                all = compose(all, Affine(maps[w][channel]));
+            }
+        }
+        return before;
+    }
     // The states that enter this warp's run, whose aggregate is `own`. To be called by the whole CTA.
     __device__ void exchange(const Affine (&own)[VECTOR], State (&x)[VECTOR]) {
-        __shared__ Stored<> slices[SLICES][CHANNELS];
+        __shared__ Stored<> runs[WARPS][ACROSS_BANKS], slices[WARPS][ACROSS_BANKS];
+        __shared__ State entering[WARPS][CHANNELS];
         const int warp = threadIdx.x / 32;
+        State carried[VECTOR];
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) map(warp, number_of(v)) = own[v];
+        for (int v = 0; v < VECTOR; v++) runs[warp][lane * VECTOR + v] = own[v], carried[v] = initial.read(v);
         await_workspace();
         __syncthreads();
-        Affine all, before[WORDS];
-        if (has_channel()) all = tell();
-        look(before);
+        Affine all[VECTOR], before[VECTOR], parts[VECTOR];  // of the CTA's runs, of those before `place`, of the parts before
 #pragma unroll
-        for (int w = 0; w < WORDS; w++) slices[slice][looked + w] = before[w];
+        for (int v = 0; v < VECTOR; v++) {
+            before[v] = composed(runs, served + v, all[v]);
+            if (place == WARPS - 1 && !part.last())
+                store_relaxed(words + part.number * apart + served + v, TileDescriptor::of(all[v], 1).word);
+        }
+        look(parts);
+#pragma unroll
+        for (int v = 0; v < VECTOR; v++) slices[slice][looked + v] = parts[v];
         __syncthreads();
-        if (has_channel()) {
-            RunningPrefix carried = initial.read(0);
 #pragma unroll
-            for (int s = 0; s < SLICES; s++) carried = Affine(slices[s][channel])(carried);
-#pragma unroll
-            for (int w = 0; w < WARPS; w++) entering(w, channel) = Affine(map(w, channel))(carried.x);
-            if (part.last()) final.write(0, all(carried).x);
+        for (int v = 0; v < VECTOR; v++) {
+            composed(slices, served + v, parts[v]);
+            carried[v] = parts[v](carried[v]);
+            entering[place][served + v] = before[v](carried[v]);
+            if (part.last() && place == WARPS - 1) final.write(v, all[v](carried[v]));
         }
         __syncthreads();
 #pragma unroll
-        for (int v = 0; v < VECTOR; v++) x[v] = entering(warp, number_of(v));
+        for (int v = 0; v < VECTOR; v++) x[v] = entering[warp][lane * VECTOR + v];
     }
 };
 
