@@ -221,8 +221,14 @@ struct Prefix {
         Affine all;
         if (composes)
 #pragma unroll 1
-            for (int reader = 0; reader * share < count; reader++)
-                all = compose(all, Affine(maps[reader * at.across + at.lane]));
+            for (int reader = 0; reader * share < count; reader += AT_ONCE) {
+                Affine runs[AT_ONCE];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++)
+                    if ((reader + k) * share < count) runs[k] = maps[(reader + k) * at.across + at.lane];
+#pragma unroll
+                for (int k = 0; k < AT_ONCE; k++) all = compose(all, runs[k]);
+            }
         return all;
     }
     __device__ Affine composed(const uint4* first, i64 apart, int count) const {
