@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import model
 from scan_registry.kernels.rnn import tilings
-from scan_registry.kernels.rnn.constraints import first_broken
 from scan_registry.kernels.rnn.launches import (
     FAMILY_NAME,
     KINDS,
@@ -19,14 +19,20 @@ from scan_registry.kernels.rnn.launches import (
     rejects_kind,
 )
 from scan_registry.kernels.rnn.problem import SIZES, Direction, RnnProblem
+from scan_registry.kernels.rnn.tilings import Tiling
 
 
-def _values(variant: model.Variant, direction: Direction) -> dict[str, int]:
-    """A variant's tiling and kind, by the constraints' names."""
-    tiling = {name: value for name, value in variant.statics if isinstance(value, int)}
-    gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
-    item = model.ITEM_SIZE[variant.text("dtype")]
-    return {**tiling, "gates": gates, "item": item, "backward": int(direction == "backward")}
+def _kind(pins: model.Pins, direction: Direction) -> tuple[int, int, bool]:
+    """Of a kind, gates that R feeds, bytes of an element, and whether it is backward."""
+    named = dict(pins)
+    gates = SIZES[named["function"]].recurrent  # type: ignore[index]
+    return gates, model.ITEM_SIZE[str(named["dtype"])], direction == "backward"
+
+
+def _tiling(pins: model.Pins, direction: Direction) -> Tiling:
+    """Of a variant's static parameters."""
+    named = dict(pins)
+    return Tiling(*(int(named[name]) for name in tilings.DOMAINS), *_kind(pins, direction))
 
 
 def _tilings(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
@@ -34,8 +40,8 @@ def _tilings(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
     have to wait for each other; else 16 of them, with as much of R as there is room for. A block may also
     have a head of up to 64 units for itself and, forwards, a cluster one of up to 256. In float32 a block
     may also compute one sequence of a head of up to 128 units, without tensor cores."""
-    function, dtype = (str(value) for _, value in kind[:2][::-1])
-    gates, narrow = SIZES[function].recurrent, model.ITEM_SIZE[dtype] == 2  # type: ignore[index]
+    function, (gates, item, _) = dict(kind)["function"], _kind(kind, direction)
+    narrow = item == 2
     # sLSTM's other states, LSTM's gradients and float32 that is split into parts take registers, too.
     crowded = function == "slstm" or (function == "lstm" and direction == "backward" and narrow)
     chunks = (12 if crowded else 16) // gates
@@ -44,35 +50,34 @@ def _tilings(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
     if function == "elman" and narrow:
         deep = {"chunks": 8}  # for 2048 units, which have about as many SMs as there are
     choices = [
-        _tiling(rows=4, split=2, chunks=few, layers=4 // gates),
-        _tiling(rows=1, split=8, **deep),
+        _pins(rows=4, split=2, chunks=few, layers=4 // gates),
+        _pins(rows=1, split=8, **deep),
     ]
     if direction == "forward":
-        choices.append(_tiling(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
+        choices.append(_pins(rows=4, split=2, chunks=2 if narrow else 4, cluster=1))
     if not narrow:
         large = 5 if gates == 4 else 8  # of 8 chunks; more in registers would spill
         choices += [
-            _tiling(rows=4, split=2, batches=0, chunks=4, cluster=1),
-            _tiling(rows=8, split=2, batches=0, chunks=large, layers=8 - large, cluster=1),
+            _pins(rows=4, split=2, batches=0, chunks=4, cluster=1),
+            _pins(rows=8, split=2, batches=0, chunks=large, layers=8 - large, cluster=1),
         ]
     elif direction == "forward":
-        choices.append(_tiling(rows=2, split=2, chunks=8, cluster=8))
+        choices.append(_pins(rows=2, split=2, chunks=8, cluster=8))
     else:
-        choices.append(_tiling(rows=4, split=2, chunks=1, cluster=1))
+        choices.append(_pins(rows=4, split=2, chunks=1, cluster=1))
     return tuple(choices)
 
 
-def _tiling(**pins: int) -> model.Pins:
+def _pins(**pins: int) -> model.Pins:
     return tuple(
         (name, {"batches": 1, "layers": 0, "cluster": 0, **pins}[name]) for name in tilings.DOMAINS
     )
 
 
-def _space(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:
+def _space(kind: model.Pins, direction: Direction) -> Iterator[model.Pins]:
     """What tuning may choose from, on GPUs that have the most shared memory."""
-    variant = model.Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", kind)
-    values = {**_values(variant, direction), **tilings.LEAST, **tilings.HOPPER}
-    return tuple(tuple(tiling.items()) for tiling in tilings.enumerate_tilings(values))
+    for tiling in tilings.enumerate_tilings(*_kind(kind, direction), tilings.HOPPER):
+        yield tuple((name, getattr(tiling, name)) for name in tilings.DOMAINS)
 
 
 def constants(variant: model.Variant) -> dict[str, model.Static]:
@@ -81,34 +86,33 @@ def constants(variant: model.Variant) -> dict[str, model.Static]:
 
 
 def _accepts(direction: Direction, variant: model.Variant, problem: RnnProblem) -> str | None:
-    if reason := rejects_kind(variant, problem):
-        return reason
-    values = {**_values(variant, direction), "dim": problem.dim}
-    return first_broken(tilings.PROBLEM, values)
+    reason = rejects_kind(variant, problem)
+    return reason or _tiling(variant.statics, direction).exceeded(problem.dim)
 
 
 def _exceeds_residency(
     direction: Direction, variant: model.Variant, problem: RnnProblem, sm_count: int
 ) -> str | None:
-    values = {**_values(variant, direction), "dim": problem.dim, "sm_count": sm_count}
-    return first_broken(tilings.RESIDENT, values)
+    """Blocks wait for one another, so all have to run."""
+    members = _tiling(variant.statics, direction).members(problem.dim)
+    return f"blocks of a group at once: {members} > {sm_count}" if members > sm_count else None
 
 
 def _launch(
     direction: Direction, variant: model.Variant, problem: RnnProblem, sm_count: int
 ) -> model.Launch:
-    values = {**_values(variant, direction), "dim": problem.dim}
-    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    tiling = _tiling(variant.statics, direction)
+    members, tile = tiling.members(problem.dim), tiling.tile
     groups = problem.heads * -(-problem.batch // tile)
     # Blocks of one sequence wait for nobody, and so need not run at once.
-    at_once = max(1, min(groups, sm_count // members) if values["batches"] else groups)
-    published = problem.dim * (values["gates"] if direction == "backward" else 1)
-    alone = (members == 1 and values["rows"] > 1) or values["cluster"]
+    at_once = max(1, min(groups, sm_count // members) if tiling.batches else groups)
+    published = problem.dim * (tiling.gates if direction == "backward" else 1)
+    alone = (members == 1 and tiling.rows > 1) or tiling.cluster
     if (
         direction == "forward"
     ):  # Backwards a step publishes for the gradients of initial states, too.
         alone = alone or problem.time == 1
-    ring = 0 if alone else tilings.RING * tile * published * values["item"]
+    ring = 0 if alone else tilings.RING * tile * published * tiling.item
     return launch_of("sequence", direction, problem, at_once * members, at_once * ring)
 
 
@@ -124,20 +128,20 @@ _SINGLE, _SINGLE_GATE = 0.16, 0.2
 def _cost(direction: Direction, variant: model.Variant, problem: RnnProblem) -> float:
     """About how long a step of all batches and heads takes, in steps of one group. Of equals, the fewer
     blocks have to wait for each other, the better."""
-    values = {**_values(variant, direction), "dim": problem.dim}
-    members, tile = tilings.members.value(values), tilings.tile.value(values)
+    tiling = _tiling(variant.statics, direction)
+    members, tile = tiling.members(problem.dim), tiling.tile
     groups = problem.heads * -(-problem.batch // tile)
     at_once = max(1, _TYPICAL // members)
-    if not values["batches"]:
-        at_once *= tilings.blocks_per_sm(values)
-        step = _SINGLE if values["rows"] <= 4 else _SINGLE_GATE * values["gates"]
-    elif values["cluster"]:
-        step = _CLUSTER[values["cluster"]]
-    elif members == 1 and values["rows"] > 1:
+    if tiling.single:
+        at_once *= tiling.blocks_per_sm
+        step = _SINGLE if tiling.rows <= 4 else _SINGLE_GATE * tiling.gates
+    elif tiling.cluster:
+        step = _CLUSTER[tiling.cluster]
+    elif members == 1 and tiling.rows > 1:
         step = _ALONE
     else:
-        step = _MANY[values["item"]] if values["rows"] == 4 else 1
-        step += _WAIT * (tilings.windows(values) - 1)
+        step = _MANY[tiling.item] if tiling.rows == 4 else 1
+        step += _WAIT * (tiling.windows(problem.dim) - 1)
     return -(-groups // at_once) * step + members / 1000
 
 
@@ -164,8 +168,7 @@ def _serves(direction: Direction, statics: model.Pins, target: Target) -> bool:
             and (direction, pins["function"], pins["rows"]) in _CRASHES
         ):
             return False
-        variant = model.Variant(FAMILY_NAME, f"sequence_{direction}", "cuda", statics)
-        return tilings.shared_bytes.value(_values(variant, direction)) <= target.shared_memory
+        return _tiling(statics, direction).shared_bytes <= target.shared_memory
     if pins.get("cluster"):
         return target.capability == (9, 0)
     wide = pins.get("rows") == 4
@@ -184,8 +187,8 @@ def kernel(direction: Direction) -> model.Kernel:
             source=f"sequence_{direction}.cu",
             entry=f"rnn_sequence_{direction}",
             constants=constants,
-            warps=lambda variant: tilings.threads.value(_values(variant, direction)) // 32,
-            shared=lambda variant: tilings.layer_bytes.value(_values(variant, direction)),
+            warps=lambda variant: _tiling(variant.statics, direction).threads // 32,
+            shared=lambda variant: _tiling(variant.statics, direction).layer_bytes,
         ),
         rules=model.Rules(
             accepts=partial(_accepts, direction),

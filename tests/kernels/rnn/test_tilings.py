@@ -1,18 +1,17 @@
-"""How the fused kernels of recurrent networks are tiled: constraints, and what they say of problems."""
+"""How the fused kernels of recurrent networks are tiled, and what a tiling is for."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import pytest
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Kernel, Variant
-from scan_registry.kernels.rnn import solve, tilings
-from scan_registry.kernels.rnn.constraints import Constraint, Name, first_broken
+from scan_registry.kernels.rnn import tilings
 from scan_registry.kernels.rnn.problem import SIZES, RnnProblem
 from scan_registry.kernels.rnn.spec import FAMILY
+from scan_registry.kernels.rnn.tilings import Tiling
 
 FUSED = [k for k in FAMILY.kernels if k.name.startswith("sequence") and k.language == "cuda"]
 IDS = [kernel.name for kernel in FUSED]
@@ -40,60 +39,33 @@ def taken(kernel: Kernel, problem: RnnProblem, sm_count: int) -> list[Variant]:
     ]
 
 
-# --- Constraints ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("relation", "left", "right", "reason"),
-    [
-        ("<=", 3, 3, None),
-        ("<=", 4, 3, "words: 4 > 3"),
-        ("==", 3, 3, None),
-        ("==", 4, 3, "words: 4 != 3"),
-        ("divides", 4, 12, None),
-        ("divides", 5, 12, "words: 5 does not divide 12"),
-        ("divides", 0, 12, "words: 0 does not divide 12"),
-    ],
-)
-def test_relations(relation: str, left: int, right: int, reason: str | None) -> None:
-    constraint = Constraint("words", Name("left"), relation, right)  # type: ignore[arg-type]
-    assert constraint.broken({"left": left}) == reason
-
-
-def test_what_is_not_known_excludes_nothing() -> None:
-    constraints = (Constraint("a", Name("a"), "<=", 1), Constraint("b", Name("b"), "<=", 1))
-    assert first_broken(constraints, {"a": 1}) is None
-    assert first_broken(constraints, {"b": 2}) == "b: 2 > 1"
-    assert first_broken(constraints, {"a": 3, "b": 2}) == "a: 3 > 1"
-
-
 # --- Tilings ----------------------------------------------------------------------------------
 
 
+def tiling_of(variant: Variant) -> Tiling:
+    """Of a variant of a fused kernel."""
+    pins = [value for _, value in variant.statics if isinstance(value, int)]
+    gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
+    item = 4 if variant.text("dtype") == "float32" else 2
+    return Tiling(*pins, gates, item, variant.kernel.endswith("backward"))
+
+
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
-def test_defaults_meet_the_constraints_of_every_gpu_that_has_their_instructions(
-    kernel: Kernel,
-) -> None:
+def test_defaults_fit_every_gpu_that_has_their_instructions(kernel: Kernel) -> None:
     for variant in kernel.variants:
-        pins = {k: v for k, v in variant.statics if isinstance(v, int)}
-        function = variant.text("function")
-        given = {
-            "gates": SIZES[function].recurrent,  # type: ignore[index]
-            "item": 4 if variant.text("dtype") == "float32" else 2,
-            "backward": int(kernel.name.endswith("backward")),
-            **tilings.LEAST,
-        }
+        gpu = tilings.LEAST
         if not kernel.rules.serves(variant.statics, Target((8, 0))):
-            given |= tilings.HOPPER
+            gpu = tilings.HOPPER
         elif not kernel.rules.serves(variant.statics, Target((8, 6))):
-            given["shared_memory"] = int(Target((8, 0)).shared_memory)
-        assert all(value in tilings.DOMAINS[name] for name, value in pins.items())
-        assert first_broken((*tilings.TILES, *tilings.RESIDENT), {**given, **pins}) is None, variant
+            gpu = tilings.Limits(shared_memory=int(Target((8, 0)).shared_memory))
+        tiling = tiling_of(variant)
+        assert all(getattr(tiling, name) in values for name, values in tilings.DOMAINS.items())
+        assert tiling.fits(gpu), variant
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
 def test_others_than_the_defaults_may_be_tried(kernel: Kernel) -> None:
-    """Those that the constraints allow on a GPU that has the most shared memory."""
+    """Those that fit a GPU that has the most shared memory."""
     head = str(kernel.variants[0]).split(",rows")[0]
     assert kernel.allows(
         Variant.parse(f"{head},rows=2,split=4,batches=1,chunks=2,layers=1,cluster=0")
@@ -109,34 +81,14 @@ def test_the_ring_has_the_memory_that_it_takes() -> None:
     )
 
 
-@pytest.mark.parametrize(("gates", "item", "backward"), [(3, 4, 1)])
-def test_a_solver_finds_the_same(gates: int, item: int, backward: int) -> None:
-    pytest.importorskip("ortools")
-    given = {"gates": gates, "item": item, "backward": backward, **tilings.LEAST}
-    for problem in ({}, {"dim": 768, "sm_count": 132}, {"dim": 40}):
-        values = {**given, **problem}
-        constraints = (*tilings.TILES, *tilings.PROBLEM, *tilings.RESIDENT)
-        found = solve.solve(tilings.DOMAINS, constraints, values)
-        assert found == list(tilings.enumerate_tilings(values))
-        assert bool(found) == (problem != {"dim": 40})
-
-
-def test_without_a_solver_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
-    with pytest.raises(solve.MissingSolverError, match=r"scan-registry\[tune\]"):
-        solve.solve(tilings.DOMAINS, tilings.TILES, {})
-
-
 def test_how_wide_a_head_may_be() -> None:
     kernel = FAMILY.kernel("sequence_forward", "cuda")
     found = {}
     for variant in kernel.variants:
-        pins = {k: v for k, v in variant.statics if isinstance(v, int)}
-        item = 4 if variant.text("dtype") == "float32" else 2
-        kind = variant.text("function"), item
+        tiling = tiling_of(variant)
+        kind = variant.text("function"), tiling.item
         for sm_count in (108, 132):
-            given = {"item": item, "backward": 0, "sm_count": sm_count}
-            most = tilings.most_units({**pins, **given})
+            most = min(tiling.row_units, tiling.units * (tiling.cluster or sm_count)) // 16 * 16
             problem = a_problem(kernel, dim=most, function=kind[0], dtype=variant.text("dtype"))
             larger = replace(problem, dim=most + 16)
             assert kernel.rules.accepts(variant, problem) is None
