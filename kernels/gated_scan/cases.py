@@ -1,7 +1,7 @@
 """Random problems for the gated_scan kernels; ``selftest`` and ``tools/attest.py`` run them.
 
-What to expect is computed in float64: gate and token by the kind's line of ``kinds.py``, and the scan over them by
-doubling the steps that are combined, which takes few operations of torch however long it is.
+What to expect is computed in float64: gate and token by the kind's line of ``kinds.py``, and the scan over them by the reference
+of ``linear_scan``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from scan_registry.kernels import cases
 from scan_registry.kernels.cases import relative_error
 from scan_registry.kernels.gated_scan import problem as problems
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
+from scan_registry.kernels.linear_scan import reference
 
 #: Largest ‖out − ref‖ / ‖ref‖ of a binary that counts as GPU-tested.
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}
@@ -281,13 +283,13 @@ def solved(
     with torch.enable_grad():
         gate, token = kind.gates(*leaves, reset=None if reset is None else reset[:, None])
         gate, token = torch.broadcast_tensors(gate, token)
-    scan = Scan.of(inputs, reverse)
     gates = gate.detach() if reset is None else gate.detach().masked_fill(reset[:, None], 0)
-    states, final_state, before = scan.forward(gates, token.detach(), inputs["initial_state"])
-    states_grad = cases.there(inputs["states_grad"])
-    final_grad = inputs["final_state_grad"]
-    token_grad, initial_grad = scan.backward(gates, states_grad.double(), final_grad)
-    gate_grad = token_grad * before
+    how: dict[str, Any] = {"reverse": reverse, "cu_seqlens": inputs["offsets"]}
+    states, final_state = reference.forward(gates, token.detach(), inputs["initial_state"], **how)
+    states_grad = cases.there(inputs["states_grad"]).double()
+    of_states = inputs["initial_state"], inputs["final_state_grad"]
+    grads_of_scan = reference.backward(gates, states, states_grad, *of_states, **how)
+    gate_grad, token_grad, initial_grad = grads_of_scan
     if reset is not None:
         gate_grad = gate_grad.masked_fill(reset[:, None], 0)
     # What reaches each leaf through the gate, and through the token: the two may cancel.
@@ -316,87 +318,3 @@ def solved(
         of_steps_terms = torch.stack(sizes[len(sequences) :])
         terms["parameters_grad"] = of_steps_terms.square().sum((1, 3)).sqrt()
     return expected, terms
-
-
-@dataclass(frozen=True)
-class Scan:
-    """Scans along the last dimension: which steps of time are a sequence's first and its last, and of which sequence, those
-    without steps left out."""
-
-    first: Tensor
-    last: Tensor
-    numbers: Tensor
-    sequences: int
-    packed: bool
-    reverse: bool
-
-    @classmethod
-    def of(cls, inputs: dict[str, Tensor | None], reverse: bool) -> Scan:
-        offsets, like = inputs["offsets"], cases.there(inputs["input0"])
-        bounds = torch.tensor([0, like.shape[-1]]) if offsets is None else offsets
-        numbers = (bounds.diff() > 0).nonzero().squeeze(1)
-        first, last = bounds[:-1][numbers], bounds[1:][numbers] - 1
-        if reverse:
-            first, last = last, first
-        return cls(first, last, numbers, len(bounds) - 1, offsets is not None, reverse)
-
-    def forward(
-        self, gates: Tensor, tokens: Tensor, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """States, the last of each sequence, and the state before each step."""
-        entering = self._wide(initial, gates)
-        gates, tokens = gates.clone(), tokens.clone()
-        tokens[..., self.first] += _times(gates[..., self.first], entering[..., self.numbers])
-        gates[..., self.first] = 0
-        states = _scanned(gates, tokens, self.reverse)
-        before = _shifted(states, -1 if self.reverse else 1)
-        before[..., self.first] = entering[..., self.numbers]
-        leaving = entering.clone()
-        leaving[..., self.numbers] = states[..., self.last]
-        return states, self._narrow(leaving), before
-
-    def backward(
-        self, gates: Tensor, states_grad: Tensor, final_grad: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of tokens and of the state before each sequence."""
-        entering = self._wide(final_grad, gates)
-        grad = states_grad.clone()
-        grad[..., self.last] += entering[..., self.numbers]
-        later = _shifted(gates, 1 if self.reverse else -1)
-        later[..., self.last] = 0
-        token_grad = _scanned(later, grad, not self.reverse)
-        leaving = entering.clone()
-        leaving[..., self.numbers] = (gates * token_grad)[..., self.first]
-        return token_grad, self._narrow(leaving)
-
-    def _wide(self, state: Tensor | None, like: Tensor) -> Tensor:
-        if state is None:
-            return like.new_zeros(*like.shape[:-1], self.sequences)
-        return state.double() if self.packed else state.double().unsqueeze(-1)
-
-    def _narrow(self, state: Tensor) -> Tensor:
-        return state if self.packed else state.squeeze(-1)
-
-
-def _times(gates: Tensor, states: Tensor) -> Tensor:
-    """What is left of states; nothing of one that is not finite where a gate is 0, as at a reset."""
-    return (gates * states).masked_fill(gates == 0, 0)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """What is ``by`` steps earlier; anything where nothing is."""
-    return x.roll(by, -1)
-
-
-def _scanned(gates: Tensor, tokens: Tensor, reverse: bool) -> Tensor:
-    """States from zeros: after each round, a step's map is composed of twice as many."""
-    if reverse:
-        return _scanned(gates.flip(-1), tokens.flip(-1), False).flip(-1)
-    reach, time = 1, gates.shape[-1]
-    while reach < time:
-        earlier = slice(None, -reach)
-        composed = tokens[..., reach:] + _times(gates[..., reach:], tokens[..., earlier])
-        tokens = torch.cat([tokens[..., :reach], composed], -1)
-        gates = torch.cat([gates[..., :reach], gates[..., reach:] * gates[..., earlier]], -1)
-        reach *= 2
-    return tokens

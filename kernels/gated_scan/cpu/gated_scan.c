@@ -1,5 +1,5 @@
 /* gated_scan on CPUs, forward and backward: h[t] = gate * h[t-1] + token, of gates and tokens that
- * a kind computes from its inputs. See kernels/gated_scan/reference.py.
+ * a kind computes from its inputs. See kernels/gated_scan/kinds.py.
  *
  * Vectors run along channels, each computed step by step: gate and token, in registers, and the
  * state. A thread takes a group of channels of one batch through time, some steps of LANES channels

@@ -15,7 +15,7 @@ from torch import Tensor
 from scan_registry.base.symbols import same_shape
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.gated_scan.kinds import KINDS, Kind
-from scan_registry.kernels.gated_scan.reference import compute_dtype
+from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.checks import (
     as_bool,
     as_index,

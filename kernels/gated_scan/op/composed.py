@@ -17,11 +17,11 @@ from torch import Tensor
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
-from scan_registry.kernels.gated_scan.reference import compute_dtype
 from scan_registry.kernels.linear_scan.op import autograd as derivatives
 from scan_registry.kernels.linear_scan.op import stretches as resets
 from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
+from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.call import unobserved
 from scan_registry.ops.recomputation import Pairs, gradients
 

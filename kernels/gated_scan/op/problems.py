@@ -15,11 +15,11 @@ from scan_registry.kernels.gated_scan.op import calls as of_facts
 from scan_registry.kernels.gated_scan.op.arguments import COMPILED, Arguments, Options
 from scan_registry.kernels.gated_scan.op.calls import KernelCall
 from scan_registry.kernels.gated_scan.problem import Direction
-from scan_registry.kernels.gated_scan.reference import compute_dtype
 from scan_registry.kernels.linear_scan.op import stretches as resets
 from scan_registry.kernels.linear_scan.op.arguments import Options as LinearOptions
 from scan_registry.kernels.linear_scan.op.layout import KernelCall as LinearKernelCall
 from scan_registry.kernels.linear_scan.op.problems import make_kernel_call, sequences_of
+from scan_registry.kernels.linear_scan.reference import compute_dtype
 from scan_registry.ops.facts import facts_of
 from scan_registry.ops.launching import addresses_of
 from scan_registry.ops.strides import as_new

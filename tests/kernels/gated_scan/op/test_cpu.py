@@ -14,9 +14,9 @@ from watched import levels, using
 
 from scan_registry import gated_scan
 from scan_registry.kernels.cases import relative_error
-from scan_registry.kernels.gated_scan import reference
 from scan_registry.kernels.gated_scan.kinds import KINDS
 from scan_registry.kernels.gated_scan.op import composed, cpu
+from scan_registry.kernels.gated_scan.op.arguments import Arguments, Options
 from scan_registry.ops import _cpu
 
 COMPILED = [kind for kind in KINDS if KINDS[kind].source in cpu.HEADERS]
@@ -52,17 +52,17 @@ def passes(kind: str, tensors: list[Tensor], seeds: tuple[Tensor, ...], **option
 
 
 def exact(kind: str, tensors: list[Tensor], seeds: tuple[Tensor, ...], **options: Any) -> Any:
-    """The same by the reference in float64."""
-    wide = [t.detach().double() for t in tensors]
-    count = len(KINDS[kind].inputs)
+    """The same in float64, which is composed."""
     initial = options.pop("initial_state")
-    options["initial_state"] = None if initial is None else initial.detach().double()
-    split = KINDS[kind], wide[:count], wide[count:]
-    outputs = reference.forward(*split, **options)
-    of_inputs, of_parameters, of_state = reference.backward(
-        *split, outputs[0], *(seed.double() for seed in seeds), **options
-    )
-    return *outputs, *of_inputs, *of_parameters, *([] if initial is None else [of_state])
+    initial = None if initial is None else initial.detach().double()
+    wide = [t.detach().double() for t in tensors], tuple(seed.double() for seed in seeds)
+    return passes(kind, *wide, initial_state=initial, **options)
+
+
+def composed_by(kind: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates and tokens in float64, from tensors in float32."""
+    wide = Arguments.of(kind, [*(t.double() for t in tensors), None, None, None])
+    return composed.gates_and_tokens(wide, Options(kind))
 
 
 @pytest.mark.parametrize("instructions", levels())
@@ -157,12 +157,11 @@ def every_exponent() -> Tensor:
 
 
 def gates(kind: str, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """Gates, which take a state of 1 to what they are where the token is zero, of (1, channels, 1); and the reference's."""
+    """Gates, which take a state of 1 to what they are where the token is zero, of (1, channels, 1); and those in float64."""
     initial = torch.ones(tensors[0].shape[:2])
-    count = len(KINDS[kind].inputs)
-    wide = [t.double() for t in tensors]
-    expected, _ = reference.gates_and_tokens(KINDS[kind], wide[:count], wide[count:])
-    return gated_scan(kind, *tensors, initial_state=initial).double(), expected
+    return gated_scan(kind, *tensors, initial_state=initial).double(), composed_by(kind, *tensors)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("instructions", levels())
@@ -188,9 +187,7 @@ def test_gates_and_tokens_of_every_exponent(instructions: str) -> None:
             "hgrn": (one, x, bound),
             "rg_lru": (one, one, x, bound),
         }.items():
-            count = len(KINDS[kind].inputs)
-            wide = [t.double() for t in tensors]
-            _, expected = reference.gates_and_tokens(KINDS[kind], wide[:count], wide[count:])
+            _, expected = composed_by(kind, *tensors)
             torch.testing.assert_close(gated_scan(kind, *tensors).double(), expected, **close)
         # Where both are far below zero, their difference counts.
         for low in (-17.5, -20.0, -50.0, -103.0, -1000.0):
@@ -217,8 +214,7 @@ def test_decays_of_every_exponent(instructions: str) -> None:
         m = -expected.clamp_min(1e-300).log()
         allowed = expected * (4 + 4 * m) * 2.0**-23 + 2.0**-126
         assert ((actual - expected).abs() <= allowed).all()
-        wide = (t.double() for t in (one, gate, 100 * one))
-        _, root = reference.gates_and_tokens(KINDS["rg_lru"], [*wide], [a_param.double()])
+        _, root = composed_by("rg_lru", one, gate, 100 * one, a_param)
         # Below a gate of -88 its sigmoid is zero.
         far = gate.double() < -87
         torch.testing.assert_close(tokens[~far], root[~far], rtol=6 * 2.0**-23, atol=1e-18)
