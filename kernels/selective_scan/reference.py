@@ -14,7 +14,6 @@ packed along time.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,48 +137,3 @@ def checkpoints(
                 delta_bias=delta_bias, delta_softplus=delta_softplus, initial_state=state,
             )  # fmt: skip
     return kept
-
-
-def _leaves(tensors: tuple[Tensor | None, ...], wanted: tuple[bool, ...], again: bool) -> list[Any]:
-    """The tensors as leaves of a new graph; with ``again``, those of the present graph as they are."""
-    return [
-        t if t is None or (again and t.requires_grad) else t.detach().requires_grad_(w)
-        for t, w in zip(tensors, wanted, strict=True)
-    ]
-
-
-def backward(
-    tensors: tuple[Tensor | None, ...],
-    delta_softplus: bool,
-    cu_seqlens: Tensor | None,
-    out_grad: Tensor | None,
-    final_grad: Tensor | None,
-    wanted: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    """The gradients that are wanted of ``u, delta, A, B, C, D, z, delta_bias, initial_state``, which ``tensors``
-    are in this order. They are differentiable themselves where derivatives are recorded."""
-    again = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = _leaves(tensors, wanted, again)
-        u, delta, A, B, C, D, z, bias, initial = leaves
-        outputs = forward(u, delta, A, B, C, D, z, bias, delta_softplus, initial, cu_seqlens)
-    pairs = [
-        (output, grad.to(output.dtype))
-        for output, grad in zip(outputs, (out_grad, final_grad), strict=True)
-        if grad is not None and output.requires_grad
-    ]
-    asked_for = [t for t, w in zip(leaves, wanted, strict=True) if w and t is not None]
-    grads = iter(
-        torch.autograd.grad(
-            [output for output, _ in pairs],
-            asked_for,
-            [grad for _, grad in pairs],
-            create_graph=again,
-            materialize_grads=True,
-        )
-        if pairs and asked_for
-        else [torch.zeros_like(t) for t in asked_for]
-    )
-    return tuple(
-        next(grads) if w and t is not None else None for t, w in zip(leaves, wanted, strict=True)
-    )
