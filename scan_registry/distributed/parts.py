@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,8 +141,13 @@ def _across(bounds: Sequence[int], time: int) -> int | None:
 # --- Bounds -----------------------------------------------------------------------------------
 
 
-def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
-    """The values of ``cu_seqlens``. They are checked, except that the last one is the number of steps of all ranks."""
+def host_bounds(cu_seqlens: Any) -> tuple[int, ...] | None:
+    """The values of ``cu_seqlens``, if there are any. They are checked, except that the last one is the number of steps of all
+    ranks."""
+    if cu_seqlens is None:
+        return None
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"cu_seqlens has dtype {cu_seqlens.dtype}; accepted are int32 and int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
@@ -157,6 +163,14 @@ def host_bounds(cu_seqlens: Tensor) -> tuple[int, ...]:
     if wrong:
         raise ValueError(f"cu_seqlens {wrong}; it must rise from 0 to the steps of all ranks")
     return bounds
+
+
+def local_bounds(bounds: tuple[int, ...] | None, x: Any, dim: int) -> Tensor | None:
+    """Bounds of as many sequences in the steps that ``x`` has along ``dim``, for the check of the initial state's shape."""
+    if bounds is None or not isinstance(x, Tensor):
+        return None
+    time = x.shape[dim] if x.dim() > dim else 0
+    return torch.tensor([0] * (len(bounds) - 1) + [time], dtype=torch.int32, device=x.device)
 
 
 def check_steps(bounds: tuple[int, ...] | None, lengths: list[int]) -> None:

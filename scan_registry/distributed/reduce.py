@@ -35,7 +35,7 @@ from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options
 from scan_registry.ops.call import PLAIN_TYPES
 
-__all__ = ["Call", "Run", "Tensors", "fold", "scan"]
+__all__ = ["Call", "Run", "Tensors", "fold", "scan", "terms_of"]
 
 #: The tensors of a call; the last one is the initial state. Also their gradients.
 Tensors = tuple["Tensor | None", ...]
@@ -123,7 +123,6 @@ class Run(ABC):
     ) -> Tensors:
         """The gradients that are wanted, from that of the output, and that of the states behind this part."""
 
-    @abstractmethod
     def differentiable(
         self,
         saved: Any,
@@ -133,10 +132,16 @@ class Run(ABC):
         number: int,
     ) -> Tensors:
         """The gradients that are wanted, differentiable themselves."""
+        error = RuntimeError(
+            f"{self.terms.operator} over ranks has first derivatives only, and create_graph asks for further ones; "
+            "scan_registry.distributed.linear_scan has second ones"
+        )
+        self.backward_opening.exchange(number=number, error=error)
+        raise error
 
-    @abstractmethod
     def zeros(self, saved: Any) -> Tensor:
-        """A gradient of zero of the output."""
+        """A gradient of zero of the output, which is like the first tensor unless an operator says otherwise."""
+        return torch.zeros_like(saved[0])
 
     # --- Openings ----------------------------------------------------------------------------
 
@@ -341,6 +346,24 @@ def _write(place: Tensor, x: Tensor | None) -> None:
 
 
 # --- Calls ------------------------------------------------------------------------------------
+
+
+def terms_of(
+    operator: str, own: tuple[tuple[str, Any], ...], steps: int, tensors: Tensors,
+    bounds: tuple[int, ...] | None, final: bool,
+) -> Terms:  # fmt: skip
+    """What ranks compare: what the operator says of its ``own`` arguments, and what calls of all operators have."""
+    recording = torch.is_grad_enabled()
+    common = (
+        *own,
+        ("initial_state", None if tensors[-1] is None else "given"),
+        ("cu_seqlens", None if bounds is None else "given"),
+        ("return_final_state", final),
+        ("gradients", "recorded" if recording else "not recorded"),
+    )
+    wants = recording and any(t is not None and t.requires_grad for t in tensors)
+    digest, spelled = parts.compared(bounds)
+    return Terms(operator, common, (steps, int(wants)), 0, digest, spelled)
 
 
 def scan(

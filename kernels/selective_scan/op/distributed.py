@@ -12,7 +12,7 @@ exchange that, and the kernel ``backward`` goes on from the right gradients.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -155,15 +155,9 @@ def _prepared(
 ) -> Call:
     """The checked arguments, with the terms that ranks compare."""
     as_bool("return_final_state", final)
-    u, delta, A, B, C, D, z, delta_bias, initial_state = every
-    arguments = normalised(u, delta, A, B, C, D, z, delta_bias, None, None, softplus, backend)
-    bounds = None
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
-        bounds = parts.host_bounds(cu_seqlens)
-    if initial_state is not None:
-        arguments = arguments._replace(initial_state=_initial(initial_state, arguments, bounds))
+    bounds = parts.host_bounds(cu_seqlens)
+    local = parts.local_bounds(bounds, every[0], 2)
+    arguments = normalised(*every, local, softplus, backend)._replace(cu_seqlens=None)
     terms, tensors = _terms(arguments, softplus, bounds, final), arguments.differentiable
     u, A = arguments.u, arguments.A
     state = u.shape[0], *A.shape
@@ -191,44 +185,15 @@ def _terms(
         # Without time, which is the last of four dimensions.
         shapes[name] = tuple(projection.shape)[: projection.dim() // 4 * 3 or 2]
     names = [name for name in ("D", "z", "delta_bias") if getattr(arguments, name) is not None]
-    recording = torch.is_grad_enabled()
-    common = (
+    own = (
         *((name, f"({', '.join(map(str, shape))})") for name, shape in shapes.items()),
         ("dtype", str(u.dtype).removeprefix("torch.")),
         ("of A", str(arguments.A.dtype).removeprefix("torch.")),
         ("on", u.device.type),
         ("with", " ".join(names) or None),
         ("delta_softplus", bool(softplus)),
-        ("initial_state", None if arguments.initial_state is None else "given"),
-        ("cu_seqlens", None if bounds is None else "given"),
-        ("return_final_state", bool(final)),
-        ("gradients", "recorded" if recording else "not recorded"),
     )
-    wants = recording and any(t is not None and t.requires_grad for t in tensors)
-    digest, spelled = parts.compared(bounds)
-    return Terms("selective_scan", common, (u.shape[-1], int(wants)), 0, digest, spelled)
-
-
-def _initial(initial_state: Any, arguments: Arguments, bounds: tuple[int, ...] | None) -> Tensor:
-    state = reference.state_dtype(arguments.u.dtype, arguments.A.dtype)
-    if not isinstance(initial_state, Tensor):
-        raise TypeError(f"initial_state must be a torch.Tensor, not {type(initial_state).__name__}")
-    between = () if bounds is None else (len(bounds) - 1,)
-    shape = (arguments.u.shape[0], *between, *arguments.A.shape)
-    if tuple(initial_state.shape) != shape:
-        raise ValueError(
-            f"initial_state has shape {tuple(initial_state.shape)}; for u of shape {tuple(arguments.u.shape)} and "
-            f"{arguments.A.shape[1]} states it must be {shape}"
-        )
-    if initial_state.device != arguments.u.device:
-        raise ValueError(
-            f"initial_state is on {initial_state.device}, u on {arguments.u.device}; they must be on one device"
-        )
-    if initial_state.is_complex() and not state.is_complex:
-        raise TypeError(
-            f"initial_state has dtype {initial_state.dtype}, which does not go with states of {state}"
-        )
-    return initial_state.to(state)
+    return reduce.terms_of("selective_scan", own, u.shape[2], tensors, bounds, bool(final))
 
 
 # --- Passes -----------------------------------------------------------------------------------
@@ -262,9 +227,6 @@ class Run(reduce.Run):
         if count > 1:  # No view: users could not change a view that a function returns in place.
             out = out.detach()
         return out, outputs.last, (*tensors, entered, outputs.checkpoints)
-
-    def zeros(self, saved: Any) -> Tensor:
-        return torch.zeros_like(saved[0])
 
     def _chunks(self, saved: Any, out_grad: Tensor) -> tuple[int, Arguments, Tensor]:
         """The number of chunks, the arguments of the second scan of all, and the gradients of their outputs."""
@@ -319,16 +281,6 @@ class Run(reduce.Run):
                 grads = first_derivative(*tensors, self.options, exists)
         pairs = zip(chunks.whole_gradients(grads, count), saved[:-2], strict=True)
         return tuple(x if x is None or t is None else x.to(t.dtype) for x, t in pairs)
-
-    def differentiable(
-        self, saved: Any, out_grad: Any, last_grad: Any, wanted: Any, number: int
-    ) -> NoReturn:
-        error = RuntimeError(
-            "selective_scan over ranks has first derivatives only, and create_graph asks for further ones; "
-            "scan_registry.distributed.linear_scan has second ones"
-        )
-        self.backward_opening.exchange(number=number, error=error)
-        raise error
 
 
 def _steps(arguments: Arguments, steps: parts.Steps | None) -> Arguments:

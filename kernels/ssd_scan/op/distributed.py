@@ -7,7 +7,7 @@ outputs hand on to the state before it. Each sum is a product of matrices.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -147,15 +147,8 @@ def _normalised(
     tensors: Any, cu_seqlens: Any, options: tuple[Any, ...]
 ) -> tuple[Arguments, Options, tuple[int, ...] | None]:
     """The checked arguments of this rank's part, and the bounds of packed sequences along the time of all ranks."""
-    bounds = local = None
-    if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor):
-            raise TypeError(f"cu_seqlens must be a torch.Tensor, not {type(cu_seqlens).__name__}")
-        bounds = parts.host_bounds(cu_seqlens)
-        # As many sequences in the steps of this rank, for the check of the initial state's shape.
-        x = tensors[0]
-        time = x.shape[1] if isinstance(x, Tensor) and x.dim() == 4 else 0
-        local = cu_seqlens.new_tensor([0] * (len(bounds) - 1) + [time])
+    bounds = parts.host_bounds(cu_seqlens)
+    local = parts.local_bounds(bounds, tensors[0], 1)
     every = *tensors, None, local, *options
     arguments, checked = normalised(*every)
     return arguments._replace(cu_seqlens=None), checked, bounds
@@ -192,8 +185,7 @@ def _terms(arguments: Arguments, options: Options, bounds: tuple[int, ...] | Non
         "z": arguments.z is not None,
         "dt_bias": arguments.dt_bias is not None,
     }
-    recording = torch.is_grad_enabled()
-    common = (
+    own = (
         ("x", f"({batch}, T, {heads}, {size})"),
         ("B", f"({batch}, T, {groups_of_heads}, {states})"),
         ("dtype", str(x.dtype).removeprefix("torch.")),
@@ -201,14 +193,8 @@ def _terms(arguments: Arguments, options: Options, bounds: tuple[int, ...] | Non
         ("with", " ".join(name for name, there in present.items() if there) or None),
         ("dt_softplus", options.softplus),
         ("dt_limit", (options.low, options.high)),
-        ("initial_state", None if arguments.initial_state is None else "given"),
-        ("cu_seqlens", None if bounds is None else "given"),
-        ("return_final_state", options.final),
-        ("gradients", "recorded" if recording else "not recorded"),
     )
-    wants = recording and any(t is not None and t.requires_grad for t in tensors)
-    digest, spelled = parts.compared(bounds)
-    return Terms("ssd_scan", common, (time, int(wants)), 0, digest, spelled)
+    return reduce.terms_of("ssd_scan", own, time, tensors, bounds, options.final)
 
 
 # --- Passes -----------------------------------------------------------------------------------
@@ -237,9 +223,6 @@ class Run(reduce.Run):
         # No view: users could not change a view that a function returns in place.
         return out.detach(), final_states, (*kept, ungated)
 
-    def zeros(self, saved: Any) -> Tensor:
-        return torch.zeros_like(saved[0])
-
     def backward_summary(self, saved: Any, out_grad: Tensor, row: Tensor) -> None:
         arguments = _steps(saved[:-1], self.part.head)
         sizes, exponents = self._exponents(arguments)
@@ -263,16 +246,6 @@ class Run(reduce.Run):
         every = *tensors, None, self.bounds, ungated
         back = Pass(every, (out_grad, behind), options, exists)
         return OPERATOR.first_derivative(back, self.required)
-
-    def differentiable(
-        self, saved: Any, out_grad: Any, last_grad: Any, wanted: Any, number: int
-    ) -> NoReturn:
-        error = RuntimeError(
-            "ssd_scan over ranks has first derivatives only, and create_graph asks for further ones; "
-            "scan_registry.distributed.linear_scan has second ones"
-        )
-        self.backward_opening.exchange(number=number, error=error)
-        raise error
 
     def _exponents(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         """The step sizes, and in float64 the exponents of the decays, both (batch, time, heads)."""
