@@ -130,12 +130,25 @@ def random_cu_seqlens(time: int) -> Tensor:
     return torch.cat([torch.tensor([0, 0]), cuts, cuts[-1:], torch.tensor([time])])
 
 
-def with_gaps(tensor: Tensor, gap: int) -> Tensor:
-    """A copy with gaps between its rows, and one element before the first; of gap 0, without any."""
+def few_cu_seqlens(time: int) -> Tensor:
+    """Bounds of four random sequences, the first of them empty."""
+    cut = sorted(torch.randint(0, time + 1, (2,)).tolist())
+    return torch.tensor([0, 0, *cut, time])
+
+
+def with_gaps(tensor: Tensor, gap: int, off: int = 1) -> Tensor:
+    """A copy with gaps between its rows, and ``off`` elements before the first; of gap 0, without any."""
     *rows, length = tensor.shape
-    memory = tensor.new_empty(tensor.numel() // length * (length + gap) + 1)
-    flat = memory[1:] if gap else memory[:-1]
+    memory = tensor.new_empty(tensor.numel() // length * (length + gap) + off)
+    flat = memory[off:] if gap else memory[: len(memory) - off]
     return flat.view(*rows, length + gap)[..., :length].copy_(tensor)
+
+
+def placed(tensor: Tensor, turned: bool, gap: int, off: int = 1) -> Tensor:
+    """A copy ``with_gaps`` whose last dimension lies together, or if it is ``turned`` the one before."""
+    moved = tensor.transpose(-1, -2) if turned else tensor
+    copy = with_gaps(moved, gap, off)
+    return copy.transpose(-1, -2) if turned else copy
 
 
 def relative_error(

@@ -205,11 +205,7 @@ def _placed(name: str, tensor: Tensor, layout: problems.Layout, aligned: bool) -
     if name not in _SEQUENCES:
         return tensor
     gaps = {"states": 5, "states_grad": 9} | dict.fromkeys(_INPUT_GRADS, 7)
-    turned = layout == "channel_last"
-    copy = cases.with_gaps(
-        tensor.transpose(1, 2) if turned else tensor, 0 if aligned else gaps.get(name, 3)
-    )
-    return copy.transpose(1, 2) if turned else copy
+    return cases.placed(tensor, layout == "channel_last", 0 if aligned else gaps.get(name, 3))
 
 
 # --- Drawing ----------------------------------------------------------------------------------

@@ -77,14 +77,7 @@ SETTINGS = (
 _KERNELS: dict[str, tuple[Scope, Direction]] = {
     f"{scope}_{direction}": (scope, direction) for scope, direction in STRIDED
 }
-#: What each kernel writes.
-OUTPUTS: dict[tuple[Scope, Direction], tuple[str, ...]] = {
-    ("sequence", "forward"): ("states", "cache"),
-    ("sequence", "backward"): ("gates_grad", "initial_grad"),
-    ("step", "forward"): ("states", "cache", "carry"),
-    ("step", "backward"): ("gates_grad", "carry"),
-}
-#: Of these, what has the states in front; each of them counts by itself.
+#: Of what kernels write, what has the states in front; each of them counts by itself.
 _BY_STATE = ("states", "carry", "initial_grad")
 _GAP = 16  # elements between rows that have gaps
 

@@ -208,10 +208,7 @@ class Trial(cases.RandomTrial[Setting]):
     def _placed(self, tensor: Tensor, aligned: bool) -> Tensor:
         """A copy that lies along the layout's dimension, with gaps after its rows unless ``aligned``."""
         turned = self.setting.layout == "channel_last"
-        moved = tensor.transpose(1, 2) if turned else tensor
-        *rows, length = moved.shape
-        copy = moved.new_empty(*rows, length + (0 if aligned else 3))[..., :length].copy_(moved)
-        return copy.transpose(1, 2) if turned else copy
+        return cases.placed(tensor, turned, 0 if aligned else 3, off=0)
 
 
 @torch.no_grad()
@@ -221,10 +218,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     batch, channels, time, states = shape
     narrow = getattr(torch, dtype)
     groups = setting.groups if channels % setting.groups == 0 else 1
-    cu_seqlens = None
-    if setting.packed:
-        cut = sorted(torch.randint(0, time + 1, (2,)).tolist())
-        cu_seqlens = torch.tensor([0, 0, *cut, time])
+    cu_seqlens = cases.few_cu_seqlens(time) if setting.packed else None
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
 
     def new(*size: int) -> Tensor:

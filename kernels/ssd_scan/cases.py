@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import cycle
 from typing import cast
 
 import torch
@@ -119,19 +118,11 @@ class Case(cases.Case):
 
 
 @dataclass(frozen=True)
-class Trial(cases.Trial):
+class Trial(cases.RandomTrial[Setting]):
     """Inputs of one problem in one dtype, and the results in float64."""
 
-    shape: Shape
-    setting: Setting
-    dtype: str
-    inputs: dict[str, Tensor | None]
-    expected: dict[str, Tensor]
     occupied: Tensor
     terms: dict[str, Tensor]
-
-    def __str__(self) -> str:
-        return f"{self.shape} {self.setting}"
 
     def case(self, kernel: str, *, aligned: bool) -> Case:
         """The launch of ``kernel`` that computes this; unless ``aligned``, in memory with gaps of 16 bytes, in two splits and
@@ -177,7 +168,7 @@ class Trial(cases.Trial):
         tensors = dict(self.inputs)
         if not aligned:
             placed = {name: tensors[name] for name in _PLACED if tensors[name] is not None}
-            tensors |= {name: _with_gaps(there(tensor)) for name, tensor in placed.items()}
+            tensors |= {n: cases.with_gaps(there(t), 8, off=0) for n, t in placed.items()}
         # Handed on in the problem's dtype by the kernels before.
         for name in ("states", "adjoints"):
             tensors[name] = self.expected[name].to(there(tensors["x"]).dtype)
@@ -203,12 +194,6 @@ def _strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
-def _with_gaps(tensor: Tensor) -> Tensor:
-    """A copy with eight numbers after each row."""
-    *rows, length = tensor.shape
-    return tensor.new_empty(*rows, length + 8)[..., :length].copy_(tensor)
-
-
 @torch.no_grad()
 def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str) -> Trial:
     """Fresh random inputs, drawn and solved in float64 on the CPU: step sizes from a thousandth to some tenths, so that
@@ -216,10 +201,7 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
     batch, time, heads, size, states = shape
     narrow = getattr(torch, dtype)
     groups = setting.groups if heads % setting.groups == 0 else 1
-    cu_seqlens = seq_idx = None
-    if setting.packed:
-        cut = sorted(torch.randint(0, time + 1, (2,)).tolist())
-        cu_seqlens = torch.tensor([0, 0, *cut, time], dtype=torch.int32)
+    cu_seqlens, seq_idx = cases.few_cu_seqlens(time).int() if setting.packed else None, None
     if setting.indexed:
         seq_idx = torch.randint(0, 8, (batch, time), dtype=torch.int32).sort(1).values.contiguous()
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
@@ -253,7 +235,4 @@ def draw(shape: Shape, setting: Setting, dtype: str, device: torch.device | str)
 
 def trials(dtype: str, shapes: tuple[Shape, ...], device: torch.device | str) -> Iterator[Trial]:
     """Two settings for each shape, all in turn."""
-    settings = cycle(SETTINGS)
-    for shape in shapes:
-        for _ in range(2):
-            yield draw(shape, next(settings), dtype, device)
+    return cases.in_turn(draw, SETTINGS, 2, dtype, shapes, device)

@@ -297,6 +297,7 @@ class Benchmark(Protocol):
     targets      cases, the quickest first, with the share of the roofline that they are to reach
     uses         more of them, of shapes that people use, those of each use together
     packages     baselines that are distributions of their names
+    aim          head of the targets of times, and their form; None where there are none
     draws        whether it draws random cases
     streams      whether the memory bounds its kernels: then times stand beside the roofline's, and a picture has
                  lines over the length of sequences; else it has bars for each case
@@ -316,6 +317,7 @@ class Benchmark(Protocol):
     targets: tuple[PerformanceTarget, ...] = ()
     uses: tuple[PerformanceTarget, ...] = ()
     packages: tuple[Baseline, ...] = ()
+    aim: tuple[str, str] | None = None
     draws: bool = False
     streams: bool = True
 
@@ -360,22 +362,34 @@ class Benchmark(Protocol):
         yield f"streaming {results.bandwidth / scale:.2f} {unit}"
 
     def measures(self, results: Results) -> tuple[str, ...]:
-        return f"{_unit(results)[0]}>", "of roofline>"
+        speed = (f"{_unit(results)[0]}>", "of roofline>") if self.streams else ("µs/step>",)
+        return (*speed, self.aim[0]) if self.aim else speed
 
     def measured(self, timing: Timing, results: Results) -> tuple[str, ...]:
-        traffic, roofline_ms = timing.case.traffic(timing.direction), timing.roofline_ms or 0.0
-        speed = traffic / timing.ms / _unit(results)[1]
-        return f"{speed:.2f}", f"{roofline_ms / timing.ms:.2f}"
+        if self.streams:
+            traffic, roofline_ms = timing.case.traffic(timing.direction), timing.roofline_ms or 0.0
+            speed = traffic / timing.ms / _unit(results)[1]
+            measured = f"{speed:.2f}", f"{roofline_ms / timing.ms:.2f}"
+        else:
+            measured = (f"{timing.us_per_step:.2f}",)
+        return (*measured, self._verdict(timing, results, self.aim[1])) if self.aim else measured
 
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
         """As JSON."""
-        return timing.to_json()
+        if self.aim is None:
+            return timing.to_json()
+        return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
 
     def target_ms(self, timing: Timing, kind: str) -> float | None:
-        """The most time that this package may take; None where there is no target."""
+        """The most time that this package may take on a GPU; None where there is no target."""
+        ours = kind == "cuda" and timing.who.startswith(OURS)
+        return self.aimed_at(timing) if ours else None
+
+    def aimed_at(self, timing: Timing) -> float | None:
+        """The most milliseconds that a call like this one may take; None where there is no target."""
         return None
 
-    def verdict(self, timing: Timing, results: Results, form: str = "{:.3f}") -> str:
+    def _verdict(self, timing: Timing, results: Results, form: str) -> str:
         """The target, and whether it is met; empty where there is none."""
         target = self.target_ms(timing, results.device.type)
         if target is None:

@@ -203,6 +203,7 @@ class NetworkBenchmark(benchmark.Benchmark):
     passes = PASSES
     backends = (("auto",), ("auto",))
     streams = False
+    aim = "target>", "{:g}"
     options = (
         Option("--bs", type=int, default=BATCH, metavar="N", help=f"batch size; default: {BATCH}"),
         Option(
@@ -258,12 +259,6 @@ class NetworkBenchmark(benchmark.Benchmark):
         if (sync_us := results.facts.get("sync_us")) is not None:
             yield f"one synchronisation {sync_us:.2f} µs"
 
-    def measures(self, results: benchmark.Results) -> tuple[str, ...]:
-        return "µs/step>", "target>"
-
-    def measured(self, timing: benchmark.Timing, results: benchmark.Results) -> tuple[str, ...]:
-        return f"{timing.us_per_step:.2f}", self.verdict(timing, results, "{:g}")
-
     def record(self, timing: benchmark.Timing, results: benchmark.Results) -> Mapping[str, Any]:
         return {
             "network": timing.case.to_json(),
@@ -275,14 +270,11 @@ class NetworkBenchmark(benchmark.Benchmark):
             "us_per_step": timing.us_per_step,
         }
 
-    def target_ms(self, timing: benchmark.Timing, kind: str) -> float | None:
-        """What this package is to take at most, where there is a target."""
+    def aimed_at(self, timing: benchmark.Timing) -> float | None:
         case: Network = timing.case
         target = TARGETS.get((case.function, case.heads, case.dim))
         usual = (case.batch, case.time) == (BATCH, TIME) and case.dtype != "float32"
-        if target is None or not usual or kind != "cuda" or not timing.who.startswith(OURS):
-            return None
-        return target[PASSES.index(timing.direction)]
+        return target[PASSES.index(timing.direction)] if target and usual else None
 
 
 BENCHMARK = NetworkBenchmark()

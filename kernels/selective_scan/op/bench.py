@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -168,6 +168,7 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
         "Default: those of the project's performance targets, and others of few channels, short sequences or few states"
     )
     columns = ("layout", "B, D, T, N~", "dtype")
+    aim = "target ms>", "{:.3f}"
 
     def call(
         self, case: Case, direction: str, backend: Backend, device: torch.device
@@ -191,22 +192,10 @@ class SelectiveScanBenchmark(benchmark.Benchmark):
         known = importlib.util.find_spec("selective_scan_cuda") is not None
         return super().baselines(device) if known else ()
 
-    def measures(self, results: benchmark.Results) -> tuple[str, ...]:
-        return *super().measures(results), "target ms>"
-
-    def measured(self, timing: benchmark.Timing, results: benchmark.Results) -> tuple[str, ...]:
-        return *super().measured(timing, results), self.verdict(timing, results)
-
-    def record(self, timing: benchmark.Timing, results: benchmark.Results) -> Mapping[str, Any]:
-        return {**timing.to_json(), "target_ms": self.target_ms(timing, results.device.type)}
-
-    def target_ms(self, timing: benchmark.Timing, kind: str) -> float | None:
-        """What this package is to take at most, where there is a target: a share of what mamba_ssm takes."""
-        times = MAMBA_SSM.get(str(timing.case))
-        if times is None or kind != "cuda" or not timing.who.startswith(benchmark.OURS):
-            return None
-        place = PASSES.index(timing.direction)
-        return times[place] / FACTORS[place]
+    def aimed_at(self, timing: benchmark.Timing) -> float | None:
+        """A share of what mamba_ssm takes."""
+        times, place = MAMBA_SSM.get(str(timing.case)), PASSES.index(timing.direction)
+        return None if times is None else times[place] / FACTORS[place]
 
 
 BENCHMARK = SelectiveScanBenchmark()
