@@ -32,7 +32,7 @@ def _kind(pins: model.Pins, direction: Direction) -> tuple[int, int, bool]:
 def _tiling(pins: model.Pins, direction: Direction) -> Tiling:
     """Of a variant's static parameters."""
     named = dict(pins)
-    return Tiling(*(int(named[name]) for name in tilings.DOMAINS), *_kind(pins, direction))
+    return Tiling(*_kind(pins, direction), *(int(named[name]) for name in tilings.DOMAINS))
 
 
 def _tilings(kind: model.Pins, direction: Direction) -> tuple[model.Pins, ...]:

@@ -57,15 +57,15 @@ HOPPER = Limits(shared_memory=227 * 1024, capability=90)
 class Tiling:
     """A tiling for a kind: for so many ``gates`` that R feeds, elements of ``item`` bytes, and a direction."""
 
+    gates: int
+    item: int
+    backward: bool
     rows: int
     split: int
     batches: int
     chunks: int
     layers: int
     cluster: int
-    gates: int
-    item: int
-    backward: bool
 
     @property
     def single(self) -> bool:
@@ -185,6 +185,6 @@ class Tiling:
 def enumerate_tilings(gates: int, item: int, backward: bool, gpu: Limits) -> Iterator[Tiling]:
     """Every tiling of a kind that a GPU has room for."""
     for values in product(*DOMAINS.values()):
-        tiling = Tiling(*values, gates, item, backward)
+        tiling = Tiling(gates, item, backward, *values)
         if tiling.fits(gpu):
             yield tiling

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scan_registry.distributed.headers import Terms
+
 #: A range of steps: the first, and the one after the last, counted from the beginning of the part.
 Steps = tuple[int, int]
 
@@ -192,3 +194,21 @@ def compared(bounds: tuple[int, ...] | None) -> tuple[int, str]:
         digest,
         f"cu_seqlens {list(bounds[:12])} and {len(bounds) - 12} more, hash of all {digest:x}",
     )
+
+
+def terms_of(
+    operator: str, own: tuple[tuple[str, Any], ...], steps: int, tensors: tuple[Tensor | None, ...],
+    bounds: tuple[int, ...] | None, final: bool,
+) -> Terms:  # fmt: skip
+    """What ranks compare: what the operator says of its ``own`` arguments, and what calls of all operators have."""
+    recording = torch.is_grad_enabled()
+    common = (
+        *own,
+        ("initial_state", None if tensors[-1] is None else "given"),
+        ("cu_seqlens", None if bounds is None else "given"),
+        ("return_final_state", final),
+        ("gradients", "recorded" if recording else "not recorded"),
+    )
+    wants = recording and any(t is not None and t.requires_grad for t in tensors)
+    digest, spelled = compared(bounds)
+    return Terms(operator, common, (steps, int(wants)), 0, digest, spelled)

@@ -35,7 +35,7 @@ from scan_registry.kernels.linear_scan.op import plans
 from scan_registry.kernels.linear_scan.op.arguments import Options
 from scan_registry.ops.call import PLAIN_TYPES
 
-__all__ = ["Call", "Run", "Tensors", "fold", "scan", "terms_of"]
+__all__ = ["Call", "Run", "Tensors", "fold", "scan"]
 
 #: The tensors of a call; the last one is the initial state. Also their gradients.
 Tensors = tuple["Tensor | None", ...]
@@ -346,24 +346,6 @@ def _write(place: Tensor, x: Tensor | None) -> None:
 
 
 # --- Calls ------------------------------------------------------------------------------------
-
-
-def terms_of(
-    operator: str, own: tuple[tuple[str, Any], ...], steps: int, tensors: Tensors,
-    bounds: tuple[int, ...] | None, final: bool,
-) -> Terms:  # fmt: skip
-    """What ranks compare: what the operator says of its ``own`` arguments, and what calls of all operators have."""
-    recording = torch.is_grad_enabled()
-    common = (
-        *own,
-        ("initial_state", None if tensors[-1] is None else "given"),
-        ("cu_seqlens", None if bounds is None else "given"),
-        ("return_final_state", final),
-        ("gradients", "recorded" if recording else "not recorded"),
-    )
-    wants = recording and any(t is not None and t.requires_grad for t in tensors)
-    digest, spelled = parts.compared(bounds)
-    return Terms(operator, common, (steps, int(wants)), 0, digest, spelled)
 
 
 def scan(

@@ -369,10 +369,10 @@ class Benchmark(Protocol):
         if self.streams:
             traffic, roofline_ms = timing.case.traffic(timing.direction), timing.roofline_ms or 0.0
             speed = traffic / timing.ms / _unit(results)[1]
-            measured = f"{speed:.2f}", f"{roofline_ms / timing.ms:.2f}"
+            measured = [f"{speed:.2f}", f"{roofline_ms / timing.ms:.2f}"]
         else:
-            measured = (f"{timing.us_per_step:.2f}",)
-        return (*measured, self._verdict(timing, results, self.aim[1])) if self.aim else measured
+            measured = [f"{timing.us_per_step:.2f}"]
+        return (*measured, *([self._verdict(timing, results, self.aim[1])] if self.aim else ()))
 
     def record(self, timing: Timing, results: Results) -> Mapping[str, Any]:
         """As JSON."""

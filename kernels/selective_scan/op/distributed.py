@@ -157,7 +157,7 @@ def _prepared(
     as_bool("return_final_state", final)
     bounds = parts.host_bounds(cu_seqlens)
     local = parts.local_bounds(bounds, every[0], 2)
-    arguments = normalised(*every, local, softplus, backend)._replace(cu_seqlens=None)
+    arguments = normalised(*(*every, local, softplus, backend))._replace(cu_seqlens=None)
     terms, tensors = _terms(arguments, softplus, bounds, final), arguments.differentiable
     u, A = arguments.u, arguments.A
     state = u.shape[0], *A.shape
@@ -193,7 +193,7 @@ def _terms(
         ("with", " ".join(names) or None),
         ("delta_softplus", bool(softplus)),
     )
-    return reduce.terms_of("selective_scan", own, u.shape[2], tensors, bounds, bool(final))
+    return parts.terms_of("selective_scan", own, u.shape[2], tensors, bounds, bool(final))
 
 
 # --- Passes -----------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def _terms(arguments: Arguments, options: Options, bounds: tuple[int, ...] | Non
         ("dt_softplus", options.softplus),
         ("dt_limit", (options.low, options.high)),
     )
-    return reduce.terms_of("ssd_scan", own, time, tensors, bounds, options.final)
+    return parts.terms_of("ssd_scan", own, time, tensors, bounds, options.final)
 
 
 # --- Passes -----------------------------------------------------------------------------------

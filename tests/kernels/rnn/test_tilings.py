@@ -47,7 +47,7 @@ def tiling_of(variant: Variant) -> Tiling:
     pins = [value for _, value in variant.statics if isinstance(value, int)]
     gates = SIZES[variant.text("function")].recurrent  # type: ignore[index]
     item = 4 if variant.text("dtype") == "float32" else 2
-    return Tiling(*pins, gates, item, variant.kernel.endswith("backward"))
+    return Tiling(gates, item, variant.kernel.endswith("backward"), *pins)
 
 
 @pytest.mark.parametrize("kernel", FUSED, ids=IDS)
