@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scan_registry.kernels.rnn.op.arguments import ACCEPTED, BACKENDS
 from scan_registry.kernels.rnn.problem import SIZES
-from scan_registry.nn import reset_checks
+from scan_registry.nn import common_checks
 from scan_registry.ops.checks import described, is_autocast, refuse_layout
 from scan_registry.ops.values import are_checked
 
@@ -40,8 +40,7 @@ def check_constructor(
 ) -> None:
     """Refuse what torch.nn.RNNBase does not, or only with a message about something else."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
+        common_checks.check_int(name, size)
     if not isinstance(bidirectional, bool):
         raise TypeError(f"bidirectional should be of type bool, got: {bidirectional!r}")
     if not isinstance(dropout, numbers.Number):
@@ -56,10 +55,7 @@ def check_constructor(
 
 def check_heads(num_heads: Any, hidden_size: int) -> None:
     """Refuse heads that do not share ``hidden_size`` equally."""
-    if not isinstance(num_heads, int) or isinstance(num_heads, bool):
-        raise TypeError(f"num_heads should be of type int, got: {type(num_heads).__name__}")
-    if num_heads <= 0:
-        raise ValueError(f"num_heads must be greater than zero, got: {num_heads}")
+    common_checks.check_size("num_heads", num_heads)
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size ({hidden_size}) must be divisible by num_heads ({num_heads})"
@@ -68,8 +64,7 @@ def check_heads(num_heads: Any, hidden_size: int) -> None:
 
 def check_projection(proj_size: Any, backend: Any) -> None:
     """Refuse projections by a kernel, as none has them."""
-    if not isinstance(proj_size, int) or isinstance(proj_size, bool):
-        raise TypeError(f"proj_size should be of type int, got: {type(proj_size).__name__}")
+    common_checks.check_int("proj_size", proj_size)
     if (
         proj_size
         and isinstance(backend, str)
@@ -140,7 +135,7 @@ def check_reset(module: Recurrent[Any], reset: Any, reset_hx: Any, x: Tensor) ->
     if reset is None and reset_hx is not None:
         name = type(module).__name__
         raise ValueError(f"{name}: Expected reset beside reset_hx, got reset_hx alone")
-    reset_checks.check_reset(
+    common_checks.check_reset(
         module, reset, x, dtype_error=DtypeError, size_error=RuntimeError
     )  # as torch.nn's for input and hx
 
@@ -230,12 +225,12 @@ def _check_state(name: str, what: str, state: Tensor, size: tuple[int, ...], x: 
             f"{name}: For {'unbatched 2-D' if len(size) == 2 else 'batched'} input, expected {what} "
             f"to be {len(size)}-D, {size}, got {state.dim()}-D, {tuple(state.shape)}"
         )
-    reset_checks.expect_size(name, what, state, size, RuntimeError)
+    common_checks.expect_size(name, what, state, size, RuntimeError)
     if not _go_together(state, x):
         raise StateDtypeError(
             f"{name}: Expected {what} of the input's dtype, {x.dtype}, got {state.dtype}"
         )
-    reset_checks.expect_device(name, what, state, x, RuntimeError)
+    common_checks.expect_device(name, what, state, x, RuntimeError)
 
 
 def _kind(hx: Any) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
+from scan_registry.nn.common_checks import check_size
 from scan_registry.nn.exports import Exports
 from scan_registry.ops.checks import as_bool
 
@@ -135,13 +136,9 @@ class GroupNorm(Exports):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        for name, size in {"hidden_size": hidden_size, "group_size": group_size}.items():
-            if name == "group_size" and size is None:
-                continue
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
-            if size <= 0:
-                raise ValueError(f"{name} must be greater than zero, got: {size}")
+        check_size("hidden_size", hidden_size)
+        if group_size is not None:
+            check_size("group_size", group_size)
         if group_size is not None and hidden_size % group_size:
             raise ValueError(
                 f"group_size should divide hidden_size, got: {group_size} and {hidden_size}"

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.gated_scan.kinds import KINDS
+from scan_registry.nn.common_checks import check_reset
 from scan_registry.nn.exports import Exports
 from scan_registry.nn.layer_checks import check_common, check_input, check_state
-from scan_registry.nn.reset_checks import check_reset
 
 if TYPE_CHECKING:
     from typing_extensions import TypedDict, Unpack

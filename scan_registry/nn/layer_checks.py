@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from scan_registry.kernels.gated_scan.op.arguments import check_parameter
+from scan_registry.nn.common_checks import check_size, expect_device, expect_size, expect_tensor
 from scan_registry.nn.mamba_checks import DTYPES, check_device, check_dtype, check_dtype_and_backend
-from scan_registry.nn.reset_checks import expect_device, expect_size
-from scan_registry.ops.checks import refuse_layout
 
 if TYPE_CHECKING:
     from scan_registry.nn.layer import ScanLayer
@@ -33,10 +32,7 @@ def check_common(batch_first: Any, dtype: Any, backend: Any) -> None:
 def check_sizes(**sizes: Any) -> None:
     """Refuse what is no whole number above 0."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{name} should be of type int, got: {type(size).__name__}")
-        if size <= 0:
-            raise ValueError(f"{name} must be greater than zero, got: {size}")
+        check_size(name, size)
 
 
 def check_bools(**flags: Any) -> None:
@@ -73,10 +69,7 @@ def check_absent(arguments: Mapping[str, tuple[Any, Any]]) -> None:
 def check_input(module: ScanLayer, x: Any, *, step: bool = False) -> None:
     """Refuse an input that does not go with the module's parameters."""
     name, matrix = type(module).__name__, module.matrix
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: Expected x to be a Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        refuse_layout("x", x)
+    expect_tensor(name, "x", x)
     if x.dim() != (2 if step else 3) or x.shape[-1] != module.features:
         leading = "batch" if step else "batch, time" if module.batch_first else "time, batch"
         raise ValueError(
@@ -93,10 +86,7 @@ def check_previous(module: ScanLayer, state: Any, *, packed: bool) -> None:
         type(module).__name__,
         f"(batch, {'sequences' if packed else 1}, {module.channels})",
     )
-    if not isinstance(state, Tensor):
-        raise TypeError(f"{name}: Expected prev_hidden to be a Tensor, got {type(state).__name__}")
-    if state.layout != torch.strided or state.is_nested:
-        refuse_layout("prev_hidden", state)
+    expect_tensor(name, "prev_hidden", state)
     if state.dim() != 3 or not (packed or state.shape[1] == 1):
         raise ValueError(f"{name}: Expected prev_hidden of size {size}, got {tuple(state.shape)}")
 
@@ -104,8 +94,7 @@ def check_previous(module: ScanLayer, state: Any, *, packed: bool) -> None:
 def check_bound(module: ScanLayer, bound: Tensor, x: Tensor) -> None:
     """Refuse a lower bound of forget gates that does not go with the input of one step, as a call on a sequence does."""
     name, size = type(module).__name__, (module.channels,)
-    if bound.layout != torch.strided or bound.is_nested:
-        refuse_layout("lower_bound", bound)
+    expect_tensor(name, "lower_bound", bound)
     expect_size(name, "lower_bound", bound, size)
     if bound.dtype not in DTYPES:
         raise TypeError(f"{name}: Expected lower_bound of dtype {_DTYPES}, got {bound.dtype}")
@@ -129,8 +118,7 @@ def check_scale(module: ScanLayer, scale: Any, sizes: Sequence[tuple[int, ...]],
         if not 0 < float(scale) < math.inf:
             raise ValueError(f"{name}: Expected step_scale to be a number above 0, got {scale!r}")
         return
-    if scale.layout != torch.strided or scale.is_nested:
-        refuse_layout("step_scale", scale)
+    expect_tensor(name, "step_scale", scale)
     if scale.is_complex() or scale.dtype == torch.bool:
         raise TypeError(f"{name}: Expected step_scale of real numbers, got {scale.dtype}")
     if scale.dim() and tuple(scale.shape) not in sizes:
@@ -147,10 +135,7 @@ def check_state(module: ScanLayer, state: Any, x: Tensor) -> None:
     if state is None:
         return
     name, size = type(module).__name__, (x.shape[0], module.channels)
-    if not isinstance(state, Tensor):
-        raise TypeError(f"{name}: Expected state to be a Tensor, got {type(state).__name__}")
-    if state.layout != torch.strided or state.is_nested:
-        refuse_layout("state", state)
+    expect_tensor(name, "state", state)
     expect_size(name, "state", state, size)
     expect_device(name, "state", state, x)
     if not state.is_floating_point() and not (state.is_complex() and module.is_complex):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from scan_registry.nn.mamba_checks import check_size
-from scan_registry.nn.reset_checks import expect_device, expect_size
+from scan_registry.nn.common_checks import check_size, expect_device, expect_size
 from scan_registry.ops.checks import check_cu_seqlens
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from scan_registry.base.symbols import surely
 from scan_registry.dispatch.select import BACKENDS
 from scan_registry.kernels.selective_scan.problem import MOST_STATES
-from scan_registry.nn.reset_checks import expect_device, expect_size
+from scan_registry.nn.common_checks import check_size, expect_device, expect_size, expect_tensor
 from scan_registry.nn.submodules import weights_of
 from scan_registry.ops.checks import (
     as_index,
     described,
     is_autocast,
     refuse_inference,
-    refuse_layout,
     refuse_shared_elements,
 )
 
@@ -86,14 +85,6 @@ def check_dtype_and_backend(dtype: Any, backend: Any) -> None:
         )
 
 
-def check_size(name: str, size: Any, others: str = "") -> None:
-    """Refuse what is no size; ``others`` names what else would be accepted."""
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{name} should be of type int{others}, got: {type(size).__name__}")
-    if size <= 0:
-        raise ValueError(f"{name} must be greater than zero, got: {size}")
-
-
 def check_options(least: float, most: float, **flags: Any) -> None:
     """Refuse a range of step sizes that is none, and what is no bool."""
     for name, flag in flags.items():
@@ -116,10 +107,7 @@ def check_cache(module: nn.Module, batch_size: Any, max_seqlen: Any, dtype: Any)
 def check_hidden(module: GeneratingBlock, x: Any, what: str = "hidden_states") -> None:
     """Refuse an input that does not go with the module's parameters."""
     name, weights = type(module).__name__, weights_of(module.in_proj)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided or x.is_nested:
-        refuse_layout(what, x)
+    expect_tensor(name, what, x)
     if x.dim() != 3 or x.shape[2] != module.d_model:
         raise ValueError(
             f"{name}: Expected {what} of size (batch, time, {module.d_model}), got {tuple(x.shape)}"

@@ -1,4 +1,5 @@
-"""What every module refuses: tensors of another size or on another device, and what is no ``reset``."""
+"""What every module refuses: what is no size, what is no tensor, tensors of another size or on another device, and what is
+no ``reset``."""
 
 from __future__ import annotations
 
@@ -8,6 +9,27 @@ import torch
 from torch import Tensor
 
 from scan_registry.ops.checks import refuse_layout
+
+
+def check_int(name: str, value: Any, others: str = "") -> None:
+    """Refuse what is no whole number; ``others`` names what else would be accepted."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} should be of type int{others}, got: {type(value).__name__}")
+
+
+def check_size(name: str, size: Any, others: str = "") -> None:
+    """Refuse what is no whole number above 0, as ``check_int`` does."""
+    check_int(name, size, others)
+    if size <= 0:
+        raise ValueError(f"{name} must be greater than zero, got: {size}")
+
+
+def expect_tensor(name: str, what: str, value: Any) -> None:
+    """Refuse what is no dense tensor for the module's argument ``what``."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: Expected {what} to be a Tensor, got {type(value).__name__}")
+    if value.layout != torch.strided or value.is_nested:
+        refuse_layout(what, value)
 
 
 def expect_size(
@@ -40,10 +62,7 @@ def check_reset(
     if reset is None:
         return
     name, size = type(module).__name__, tuple(x.shape[:-1])
-    if not isinstance(reset, Tensor):
-        raise TypeError(f"{name}: Expected reset to be a Tensor, got {type(reset).__name__}")
-    if reset.layout != torch.strided or reset.is_nested:
-        refuse_layout("reset", reset)
+    expect_tensor(name, "reset", reset)
     if reset.dtype != torch.bool:
         raise dtype_error(f"{name}: Expected reset of dtype torch.bool, got {reset.dtype}")
     expect_size(name, "reset", reset, size, size_error)
