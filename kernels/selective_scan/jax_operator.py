@@ -33,6 +33,7 @@ from scan_registry.jax.primitives import (
     Pullback,
     compute_dtype,
     define,
+    softplus,
 )
 from scan_registry.kernels.selective_scan.op import calls
 from scan_registry.kernels.selective_scan.problem import (
@@ -42,9 +43,6 @@ from scan_registry.kernels.selective_scan.problem import (
     SelectiveScanProblem,
 )
 from scan_registry.kernels.selective_scan.spec import FAMILY
-
-#: From here on softplus is the identity, as in the kernels.
-_THRESHOLD = 20.0
 
 
 class Options(NamedTuple):
@@ -213,7 +211,7 @@ def step_sizes(of: Operands, options: Options) -> Any:
     if of.delta_bias is not None:
         step = step + of.delta_bias[:, None]
     if options.softplus:
-        step = jnp.where(step > _THRESHOLD, step, jax.nn.softplus(jnp.minimum(step, _THRESHOLD)))
+        step = softplus(step)
     return step
 
 

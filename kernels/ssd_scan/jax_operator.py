@@ -21,6 +21,7 @@ from scan_registry.jax.primitives import (
     Pullback,
     compute_dtype,
     define,
+    softplus,
 )
 from scan_registry.kernels.ssd_scan.op import calls
 from scan_registry.kernels.ssd_scan.problem import (
@@ -31,9 +32,6 @@ from scan_registry.kernels.ssd_scan.problem import (
     SSDScanProblem,
 )
 from scan_registry.kernels.ssd_scan.spec import FAMILY
-
-#: From here on softplus is the identity, as in the kernels.
-_THRESHOLD = 20.0
 
 
 class Options(NamedTuple):
@@ -224,7 +222,7 @@ def step_sizes(of: Operands, options: Options) -> Any:
     if of.dt_bias is not None:
         step = step + of.dt_bias
     if options.softplus:
-        step = jnp.where(step > _THRESHOLD, step, jax.nn.softplus(jnp.minimum(step, _THRESHOLD)))
+        step = softplus(step)
     return jnp.clip(step, *options.limits)
 
 

@@ -6,24 +6,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from scan_registry.jax.primitives import Arrays
-from scan_registry.jax.sharded import Part, run_over
+from scan_registry.jax.sharded import exponentials_over
 from scan_registry.kernels.ssd_scan.jax_operator import Operands, Options, scan, step_sizes
 
 
 def scan_over(operands: Operands, axis_name: str, options: Options) -> list[Any]:
     """The output of this device's part, and the state after the whole sequence."""
-    with_final = options._replace(final=True)
+    return exponentials_over(scan, _product, operands, axis_name, options)
 
-    def run(operands: Arrays, state: Any) -> list[Any]:
-        return scan((*operands, state), with_final)
 
-    def summarize(operands: Arrays) -> tuple[Any, Any]:
-        of = Operands._make((*operands, None))
-        time = step_sizes(of, options).sum(1)  # the gates' product is exp(Σδ·A)
-        # What the final state does not depend on is left out.
-        final = run(of._replace(D=None, z=None)[:-1], None)[-1]
-        return jnp.exp(time * of.A)[..., None, None], final
-
-    part = Part(run, summarize)
-    return run_over(part, axis_name, operands[:-1], operands.initial_state)
+def _product(of: Operands, options: Options) -> Any:
+    """That of all gates, exp(Σδ·A)."""
+    return jnp.exp(step_sizes(of, options).sum(1) * of.A)[..., None, None]

@@ -39,6 +39,11 @@ def compute_dtype(array: Any) -> str:
     return "float64" if array.dtype == "float64" else "float32"
 
 
+def softplus(x: Any) -> Any:
+    """As kernels have it: the identity above 20."""
+    return jnp.where(x > 20, x, jax.nn.softplus(jnp.minimum(x, 20)))
+
+
 class Derivative(NamedTuple):
     """Of a tangent or an adjoint: the operator's own options, the outlines of what it returns, and of an adjoint the places
     of the operands whose gradients are wanted."""

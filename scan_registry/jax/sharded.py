@@ -45,6 +45,28 @@ def run_over(part: Part, axis_name: str, operands: Arrays, initial: Any) -> list
     return list(_run_over(part, axis_name, tuple(operands), initial))
 
 
+def exponentials_over(
+    scan: Callable[[Any, Any], list[Any]],
+    product: Callable[[Any, Any], Any],
+    operands: Any,
+    axis_name: str,
+    options: Any,
+) -> list[Any]:
+    """Likewise, of a ``scan`` of operands and options, named tuples, whose gates are exponentials of step sizes. ``product`` is that of all gates;
+    operands' D and z have no part in states."""
+    kind, with_final = type(operands), options._replace(final=True)
+
+    def run(arrays: Arrays, state: Any) -> list[Any]:
+        return scan(kind._make(arrays)._replace(initial_state=state), with_final)
+
+    def summarize(arrays: Arrays) -> tuple[Any, Any]:
+        of = kind._make(arrays)
+        return product(of, options), run(of._replace(D=None, z=None), None)[-1]
+
+    others = operands._replace(initial_state=None)
+    return run_over(Part(run, summarize), axis_name, others, operands.initial_state)
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _run_over(part: Part, axis_name: str, operands: Arrays, initial: Any) -> list[Any]:
     *_, before, last = _entering(part, axis_name, operands, initial)
