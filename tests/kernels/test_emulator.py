@@ -21,15 +21,12 @@ extern "C" __global__ void arrive(long long times) {
 }
 """
 LAUNCH = """
-import ctypes, importlib.util, sys
-spec = importlib.util.spec_from_file_location("cuda_emulator", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules["cuda_emulator"] = module
-spec.loader.exec_module(module)
-times = ctypes.c_int64(int(sys.argv[3]))
+import ctypes, sys
+times, size = ctypes.c_int64(int(sys.argv[2])), 1 << 16
 pointers = (ctypes.c_void_p * 1)(ctypes.addressof(times))
-from pathlib import Path
-module.emulate(Path(sys.argv[2]), pointers, (1, 1, 1), threads=64)
+stacks = ctypes.create_string_buffer(64 * size)
+kernel = ctypes.CDLL(sys.argv[1]).emulate
+kernel(pointers, (ctypes.c_uint * 3)(1, 1, 1), 64, 0, 1, 0, stacks, ctypes.c_ulong(size))
 """
 
 
@@ -39,7 +36,7 @@ def test_a_thread_comes_to_a_barrier_once_before_it_opens(
 ) -> None:
     texts = {"arrive.cu": KERNEL, "../common/barrier.cuh": ""}
     library = cuda_emulator.library_of("arrive.cu", "arrive", texts, {}, tmp_path)
-    words = [sys.executable, "-c", LAUNCH, cuda_emulator.__file__, library, str(times)]
+    words = [sys.executable, "-c", LAUNCH, str(library), str(times)]
     done = captured(words, cwd=tmp_path)
     fault = "a thread comes to a barrier twice before it opens" in done.stderr
     assert (done.returncode == 0, fault) == (times == 1, times == 2), done.stderr

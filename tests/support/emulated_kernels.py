@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,16 @@ from torch import Tensor
 PAD, UNTOUCHED = 1 << 14, 77.0
 
 
-def check(library: Any, trials: Iterable[Any], tolerance: float, turn: int) -> None:
-    """Launch an emulated variant, and compare the results: of what it takes of the trials, on every shape, kind and setting, and
-    on inputs placed in every way. Variants of other turns meet them in other combinations."""
+def check(
+    library: Any,
+    trials: Iterable[Any],
+    tolerance: float,
+    turn: int,
+    sm_counts: Sequence[int] = (3,),
+) -> list[Any]:
+    """Launch an emulated variant, and compare the results: of what it takes of the trials, on every shape and kind, every other
+    setting, and on inputs placed in every way, for GPUs of few SMs in turn. Variants of other turns meet the other settings, in
+    other combinations. Returns the problems."""
     kernel = library.kernel
     taken = [
         (trial, place, case)
@@ -24,12 +31,22 @@ def check(library: Any, trials: Iterable[Any], tolerance: float, turn: int) -> N
         if kernel.rules.accepts(library.variant, case.problem) is None
     ]
     assert taken
-    values = [(t.shape, getattr(t, "kind", ""), t.setting, place) for t, place, _ in taken]
-    for seed, number in enumerate(each_value(values, 7 * turn)):
-        trial, _, case = taken[number]
-        library.run(case.problem, case.tensors, seed=seed)
+    settings = {setting: n for n, setting in enumerate(dict.fromkeys(t.setting for t, *_ in taken))}
+    values = [
+        (
+            t.shape,
+            getattr(t, "kind", ""),
+            place,
+            t.setting if settings[t.setting] % 2 == turn % 2 else None,
+        )
+        for t, place, _ in taken
+    ]
+    chosen = [taken[number] for number in each_value(values, 7 * turn)]
+    for seed, (trial, _, case) in enumerate(chosen):
+        library.run(case.problem, case.tensors, seed, sm_counts[seed % len(sm_counts)])
         errors = case.errors()
         assert max(errors.values(), default=0.0) <= tolerance, f"{trial} {errors}"
+    return [case.problem for *_, case in chosen]
 
 
 def surrounded(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,8 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     # The interpreter cuts bfloat16 off where a GPU rounds.
     posed = [setting for setting in cases.SETTINGS if not setting.resets]
-    # Of few, each function has every other one, and the next function those between.
-    step = 2 if "few" in sys.argv[1:] else 1
+    # Of few, functions take turns.
+    step = 4 if "few" in sys.argv[1:] else 1
     for number, (function, dtype) in enumerate(
         [*product(SIZES, ("float32",)), ("lstm", "float16")]
     ):
@@ -56,6 +56,7 @@ if __name__ == "__main__":
                 if error > cases.TOLERANCE[dtype]:
                     print(f"{name} of {trial} in {dtype}: an error of {error:.1e}")
     # The gradients of i and f, which those of z and o would hide, are as exact as what is stored.
+    torch.manual_seed(0)
     steady = cases.draw("slstm", (3, 11, 1, 32), cases.Setting(steady=True), "float16", "cpu")
     case = launch(steady, "sequence_backward")
     grads, exact = there(case.tensors["gates_grad"]), case.expected["gates_grad"]

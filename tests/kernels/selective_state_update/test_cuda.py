@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from emulated_kernels import check
 from torch import Tensor
 
 from scan_registry.aot.compile import compile_variant
@@ -28,28 +33,21 @@ NEEDS_NVRTC = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("variant", FAMILY.variants(), ids=str)
-def test_matches_the_reference(
-    variant: Variant, cuda_emulator: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With every option, for threads of one batch and of several, whose last one may be alone."""
-    kernel = FAMILY.kernel(variant.kernel, "cuda")
-    library, dtype = cuda_emulator.emulated(kernel, variant, tmp_path), variant.text("dtype")
+@cache
+def posed(dtype: str) -> tuple[cases.Trial, ...]:
+    """Every shape with every setting, solved once."""
     torch.manual_seed(0)
-    steps, tried = set(), 0
-    for number, shape in enumerate(SHAPES):
-        for setting in cases.SETTINGS:
-            trial = cases.draw(shape, setting, dtype, "cpu")
-            for case in trial.launches(kernel.name):
-                if kernel.rules.accepts(variant, case.problem):
-                    continue
-                tried += 1
-                sm_count = (3, 1)[number % 2]
-                steps.add(kernel.launch(variant, case.problem, sm_count).scalars.get("steps"))
-                library.run(case.problem, case.tensors, number, sm_count)
-                assert case.error() <= cases.TOLERANCE[dtype], f"{trial} {case.problem}"
-    assert len(steps) > 1 or kernel is TOKENS
-    assert tried >= 4
+    return tuple(cases.draw(*each, dtype, "cpu") for each in product(SHAPES, cases.SETTINGS))
+
+
+@pytest.mark.parametrize(("turn", "variant"), enumerate(FAMILY.variants()), ids=str)
+def test_matches_the_reference(turn: int, variant: Variant, emulated: Callable[..., Any]) -> None:
+    """With every option, for threads of one batch and of several, whose last one may be alone."""
+    library, dtype = emulated(FAMILY, variant), variant.text("dtype")
+    problems = check(library, posed(dtype), cases.TOLERANCE[dtype], turn, sm_counts=(3, 1))
+    launches = [library.kernel.launch(variant, p, sms) for p in problems for sms in (3, 1)]
+    steps = {launch.scalars.get("steps") for launch in launches}
+    assert len(steps) > 1 or library.kernel is TOKENS
 
 
 @pytest.mark.parametrize("kernel", [DENSE_STEP, DENSE_TOKENS], ids=lambda kernel: kernel.name)
