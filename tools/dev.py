@@ -4,6 +4,7 @@
     python3 tools/dev.py test [--archs all] [--thorough] [ARG …]
                                               build the wheel, and ruff, mypy, import contracts, the site,
                                               attestations and pytest
+    python3 tools/dev.py sources              of these, ruff, mypy, import contracts and the site alone
     python3 tools/dev.py site                 build the documentation into build/site, and no wheel
 
 ``demo`` compiles for the GPUs of this machine, or for ``ptx80`` where it has none. ``test`` compiles for ptx80, in the
@@ -11,7 +12,8 @@ least time. On pull requests another job builds for all, and fails where a kerne
 ``test --archs all``. Of tests with several parameters it runs so many combinations that all values occur; ``--thorough``
 runs all of them, and what is marked thorough, as a workflow does once a week.
 
-``types`` runs mypy alone, for the commit hook.
+``sources`` and ``types``, which is mypy alone, for the commit hook, use the environment of the last test. ``test`` runs
+``sources`` beside the wheel's installation and pytest, and shows what it has printed if a check fails.
 
 Needs Linux, Python 3.10 or later and a C compiler; no GPU, no CUDA toolkit. Everything that it makes
 is under build/dev. The wheel is built anew each time, through the PEP 517 backend in an isolated
@@ -30,8 +32,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 # After everything that is installed: beside this folder lie the sources of what is.
@@ -197,21 +200,37 @@ def check_sources(environment: Environment) -> list[str]:
     ]
 
 
-def check_installed(
-    environment: Environment, arguments: Sequence[str], failed: Sequence[str], thorough: bool
-) -> int:
-    """The checks of what is installed; 0 if all passed, and nothing is among those that ``failed`` before.
+@contextmanager
+def beside(command: Sequence[str | Path]) -> Iterator[Callable[[], int]]:
+    """A program that runs meanwhile. The function waits for it, and returns its status; what it has printed is shown whole
+    if it failed, and else the lines that end its steps."""
+    log = WORK / "beside.log"
+    say(f"\n=== beside what follows (all of it in {log.relative_to(ROOT)})")
+    say(f"$ {' '.join(map(str, command))}")
+    with (
+        log.open("w", encoding="utf-8") as record,
+        subprocess.Popen(list(map(str, command)), stdout=record, stderr=subprocess.STDOUT) as other,
+    ):
 
-    pytest runs last, so its output ends the log. It is started as the environment's
-    program, not by ``-m``, which would put this folder, and with it the sources, on its path.
+        def end() -> int:
+            status, text = other.wait(), log.read_text(encoding="utf-8")
+            steps = (line for line in text.splitlines() if line.startswith("--- "))
+            say(f"\n{text if status else chr(10).join(steps)}")
+            return status
+
+        yield end
+
+
+def check_installed(environment: Environment, arguments: Sequence[str], thorough: bool) -> int:
+    """The checks of what is installed; pytest's exit status.
+
+    pytest is started as the environment's program, not by ``-m``, which would put this folder, and with it the sources, on
+    its path.
     """
     report_attestations(environment)
-    if failed:
-        say(f"\nFAILED: {', '.join(failed)}; pytest follows, and the exit status will be 1")
     pytest = [environment.program("pytest"), *pytest_arguments(arguments, cores(), thorough)]
     say(f"\n=== pytest\n$ {' '.join(map(str, pytest))}")
-    status = subprocess.run(list(map(str, pytest)), cwd=ROOT, check=False).returncode
-    return 1 if failed or status else 0
+    return subprocess.run(list(map(str, pytest)), cwd=ROOT, check=False).returncode
 
 
 # --- The commands -----------------------------------------------------------------------------
@@ -231,13 +250,14 @@ def demo(fresh: bool, archs: str) -> None:
 def test(fresh: bool, archs: str, thorough: bool, arguments: Sequence[str]) -> int:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
-    with ThreadPoolExecutor(1) as pool:  # what reads the sources alone need not wait for the wheel
+    with ThreadPoolExecutor(1) as pool:
         building = pool.submit(build_wheel, environment, WORK, archs=archs or TESTED)
         install_tools(environment)
-        failed = check_sources(environment)
-        wheel = building.result()
-    install(environment, wheel, extra="[test]")
-    return check_installed(environment, arguments, failed, thorough)
+        # What reads the sources alone need not wait for the wheel, nor the wheel's tests for it.
+        with beside([sys.executable, Path(__file__), "sources"]) as end:
+            install(environment, building.result(), extra="[test]")
+            status = check_installed(environment, arguments, thorough)
+            return 1 if end() or status else 0
 
 
 def site() -> int:
@@ -249,15 +269,28 @@ def site() -> int:
     return build_site(environment)
 
 
-def types() -> int:
-    """mypy alone, in the environment of the last test: for the hook that runs before a commit."""
+def of_last_test() -> Environment:
+    """The environment that the last test made."""
     environment = Environment(WORK / "venv")
     if not (environment.healthy() and environment.program("mypy").is_file()):
         raise DevError(
             "there is no environment with mypy yet; run `python3 tools/dev.py test` once, which makes it and runs mypy, too. "
             "`ruff check .` and `ruff format --check .` need none"
         )
-    return check_types(environment)
+    return environment
+
+
+def types() -> int:
+    """mypy alone: for the hook that runs before a commit."""
+    return check_types(of_last_test())
+
+
+def sources() -> int:
+    """What reads the sources alone."""
+    failed = check_sources(of_last_test())
+    if failed:
+        say(f"\nFAILED: {', '.join(failed)}")
+    return 1 if failed else 0
 
 
 def main() -> int:
@@ -282,6 +315,7 @@ def main() -> int:
             metavar="sm80,sm90",
             help=f"the architectures to compile for, `all` for all; default: {default}",
         )
+    commands.add_parser("sources", help="the checks that read the sources alone")
     commands.add_parser("types", help="mypy alone, in the environment that is there")
     commands.add_parser("site", help="the documentation, into build/site")
     options, rest = parser.parse_known_args()
@@ -292,10 +326,8 @@ def main() -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     started = time.monotonic()
     try:
-        if options.command == "types":
-            return types()
-        if options.command == "site":
-            return site()
+        if alone := {"sources": sources, "types": types, "site": site}.get(options.command):
+            return alone()
         if options.command == "test":
             return test(options.fresh, options.archs, options.thorough, rest)
         demo(options.fresh, options.archs)

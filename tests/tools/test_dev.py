@@ -80,14 +80,30 @@ def test_the_site_is_built_strictly_and_fails_the_checks(
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
     program.chmod(0o755)
-    failed = dev.check_sources(dev.Environment(tmp_path))
-    assert failed == ["the documentation"]
-    for before, status in ((failed, 1), ([], 0)):
-        assert (
-            dev.check_installed(dev.Environment(tmp_path), ["--version"], before, False) == status
-        )
+    assert dev.check_sources(dev.Environment(tmp_path)) == ["the documentation"]
+    monkeypatch.setattr(dev, "of_last_test", lambda: dev.Environment(tmp_path))
+    assert dev.sources() == 1
+    assert dev.check_installed(dev.Environment(tmp_path), ["--version"], False) == 0
     words = commands["the documentation"][1:]
     assert words == ["-m", "mkdocs", "build", "--strict", "-f", str(ROOT / "docs" / "mkdocs.yml")]
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_what_runs_beside_is_shown_whole_if_it_fails(
+    dev: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+) -> None:
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    monkeypatch.setattr(dev, "WORK", tmp_path)
+    script = f"print('all of it'); print('--- a step: 1 s'); raise SystemExit({status})"
+    with dev.beside([sys.executable, "-c", script]) as end:
+        assert end() == status
+    said = capsys.readouterr().out.partition("SystemExit")[2]
+    assert "--- a step: 1 s" in said
+    assert ("all of it\n" in said) == bool(status)
 
 
 def test_the_site_fails_on_a_link_that_leads_nowhere(
