@@ -275,7 +275,8 @@ def _on_cpu(
         # Plain torch takes its time, step by step, and has no tiles that a shape may fill or not.
         compiled = family.compiled_for_cpu(dtype)
         shapes = cases.QUICK if compiled else cases.QUICK[:2]
-        shapes = tuple(s for s in shapes if (s if isinstance(s, int) else prod(s)) <= _MOST_ON_CPU)
+        sizes = {s: s if isinstance(s, int) else prod(s) for s in shapes}
+        shapes = tuple(s for s in shapes if sizes[s] <= max(_MOST_ON_CPU, min(sizes.values())))
         kernels = [name for name, reason in why_not.items() if reason is None]
         errors = _errors_on_cpu(operator, kernels, cases.trials(dtype, shapes, CPU))
         for kernel, kernel_errors in errors.items():

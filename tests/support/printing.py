@@ -102,6 +102,8 @@ def run(words):
     except Exception:
         traceback.print_exc()
 
+if sys.argv[2]:  # of which pages show the same rows, with other numbers
+    selftest._MOST_ON_CPU = int(sys.argv[2])
 doctor.examine = once(doctor.examine, lambda elsewhere, **options: (elsewhere, options["strict"]))
 tested_once = once(on_cpu, lambda family, only, tell: (family.name, only))
 selftest._on_cpu = tested
@@ -170,7 +172,13 @@ def pages(folders: Mapping[str, Path], widths: Sequence[int | None] = WIDTHS) ->
     ]
     given = [(width, folder, call.split()) for width, folder, call in calls]
     result = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent)],
+        [
+            sys.executable,
+            "-c",
+            _PROGRAM,
+            str(Path(__file__).parent),
+            "" if widths == WIDTHS else "8000",
+        ],
         env={
             **os.environ,
             "SCAN_REGISTRY_LIBCUDA": "libcuda.so.1 (of which there is none)",

@@ -34,7 +34,8 @@ class Whole:
 
 
 @pytest.fixture(scope="module")
-def whole() -> Whole:
+def whole(pytestconfig: pytest.Config) -> Whole:
+    """On problems of all sizes only where all is to be run."""
     results, skipped = list[command.Result](), dict[str, str]()
     original = command._print
 
@@ -45,6 +46,8 @@ def whole() -> Whole:
 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
         patch.setattr(command, "_print", noted)
+        if not pytestconfig.getoption("--thorough"):
+            patch.setattr(command, "_MOST_ON_CPU", 8000)
         status = main(["selftest", "--device", "cpu"])
     return Whole(status, printed.getvalue(), results, skipped)
 
