@@ -5,6 +5,7 @@ Pure: it asks selection about systems that it is given, and about each with a re
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -277,8 +278,10 @@ class _Group:
             return replace(self.system, device=replace(device, driver=version))
 
         if later and self._better(system=with_driver(later[-1])):
-            best = self._winners(with_driver(later[-1]))
-            version = next(v for v in later if self._winners(with_driver(v)) == best)
+            best = [*self._winners(with_driver(later[-1]))]
+            version = next(
+                v for v in later if all(map(operator.eq, self._winners(with_driver(v)), best))
+            )
             yield f"install {driver_text(version)}"
 
     def _wheels(self, device: Device) -> Iterator[str]:
@@ -305,12 +308,10 @@ class _Group:
         """Whether ``tier`` is allowed and closer than what there is."""
         return tier <= self.lowest and (self.tier is None or tier < self.tier)
 
-    def _winners(self, there: System) -> list[str | None]:
-        decisions = [
-            select(there, family, sample.problem, self.backend, self.lowest)
-            for family, sample in self.samples
-        ]
-        return [decision.winner.subject if decision.winner else None for decision in decisions]
+    def _winners(self, there: System) -> Iterator[str | None]:
+        for family, sample in self.samples:
+            winner = select(there, family, sample.problem, self.backend, self.lowest).winner
+            yield winner.subject if winner else None
 
     def _better(self, system: System | None = None, lowest: Tier | None = None) -> bool:
         there, allowed = system or self.system, self.lowest if lowest is None else lowest
