@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -104,8 +105,13 @@ def test_a_step_from_states_is_the_whole_sequence(
 
 
 @pytest.mark.slow
-@EVERY
-@BOTH
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(*way, marks=[] if way == ("transformers", "mamba2") else pytest.mark.thorough)
+        for way in product(["nn", "transformers"], steps.BLOCKS)
+    ],
+)
 def test_dynamo_traces_whole_steps(build: Any, kind: str, name: str) -> None:
     """In one graph, which computes what the model does."""
     whole = partial(torch.compile, backend="aot_eager", fullgraph=True)

@@ -301,7 +301,7 @@ def test_checkpointing(modules: Modules, kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=pytest.mark.thorough), "nemotron_h"])
 def test_compiled(modules: Modules, kind: str, device: str) -> None:
     ids, model = tokens(device), modules.model(kind, True, device).train()
     _, expected = trained(model, ids)

@@ -113,7 +113,7 @@ CASES = {
 }
 
 #: What differs from another case in a formula that is the same on every device.
-ALIKE = {"min_gru", "hgrn, reverse", "selective_scan", "ssd_scan without z", "causal_conv1d"}
+ALIKE = {"min_gru", "hgrn, reverse", "linear with resets", "selective_scan", "ssd_scan without z", "causal_conv1d"}  # fmt: skip
 IN_DTYPES = [
     pytest.param(name, dtype, marks=[pytest.mark.thorough] if name in ALIKE else [])
     for name, dtype in zip(CASES, cycle(["float64", "float32"]), strict=False)

@@ -10,7 +10,7 @@ from scan_registry import nn
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+@pytest.mark.parametrize("name", [pytest.param("Mamba", marks=pytest.mark.thorough), "Mamba2"])
 def test_gradients_are_those_of_the_states_before_the_call(name: str) -> None:
     """By Inductor, as other backends drop no copies."""
     block = nn.Mamba(8) if name == "Mamba" else nn.Mamba2(8, d_state=4, headdim=8)
