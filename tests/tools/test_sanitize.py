@@ -15,9 +15,11 @@ from scan_registry.kernels import families
 from scan_registry.kernels.model import Variant
 
 SM_COUNT = 132
-#: Kernels are of one source in both dtypes of 16 bits.
+#: Kernels are of one source in both dtypes of 16 bits, and in both that are wide.
 DTYPES = [
-    pytest.param(name, dtype, marks=[pytest.mark.thorough] if dtype == "float16" else [])
+    pytest.param(
+        name, dtype, marks=[pytest.mark.thorough] if dtype in ("float16", "complex64") else []
+    )
     for name in families()
     for dtype in cases_of(name).TOLERANCE
 ]

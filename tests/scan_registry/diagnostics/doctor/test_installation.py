@@ -241,7 +241,7 @@ def really_installed() -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_75", "sm_86", "sm_90", "sm_121"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_121"])
 def test_whatever_is_installed(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, really_installed: tuple[Any, Any], arch: str
 ) -> None:
