@@ -32,7 +32,8 @@ SHAPES: dict[str, tuple[cases.Shape, ...]] = {
 QUICK = (("min_gru", "bfloat16"), ("rg_lru", "float32"))
 #: One dtype for each kind, in turn: each variant takes seconds to compile, and a kind's code is the same in both.
 IN_TURN = zip(HEADERS, cycle(("bfloat16", "float32")), strict=False)
-CHECKED = dict.fromkeys((*QUICK, *IN_TURN, ("rg_lru", "bfloat16"), ("min_lstm", "float16")))
+CHECKED = dict.fromkeys((*QUICK, *IN_TURN), pytest.mark.slow)
+CHECKED |= dict.fromkeys((("rg_lru", "bfloat16"), ("min_lstm", "float16")), pytest.mark.thorough)
 
 
 def chosen(direction: str, dtype: str, header: str, tile: str) -> Variant:
@@ -86,8 +87,8 @@ def changed(trial: cases.Trial, **tensors: Any) -> cases.Trial:
 @pytest.mark.parametrize(
     ("header", "dtype", "tile"),
     [
-        pytest.param(*kind, tile, marks=() if kind in QUICK else pytest.mark.slow)
-        for kind in CHECKED
+        pytest.param(*kind, tile, marks=() if kind in QUICK else mark)
+        for kind, mark in CHECKED.items()
         for tile in ("whole", "generic", *(["cut"] if kind in QUICK else []))
     ],
 )

@@ -49,7 +49,8 @@ def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
         kernel = FAMILY.kernel(name, "cuda")
         variant = like(kernel, {"dtype": dtype, "access": access, **tile})
         library = cuda_emulator.emulated(kernel, variant, tmp_path)
-        for shape, setting in product(((2, 5, 720), (1, 3, 2500), (1, 40, 33)), ONE_GATE_A_ROW):
+        shapes = (2, 5, 720), (1, 3, 2500), (1, 40, 33)
+        for shape, setting in zip(shapes, ONE_GATE_A_ROW, strict=True):
             trial = cases.draw(shape, setting, dtype, "cpu")
             for sums in (False, True) if name == "time_last_backward" else (False,):
                 case = trial.case(kernel.name, aligned=True, sums=sums)

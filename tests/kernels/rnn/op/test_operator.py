@@ -60,7 +60,10 @@ def play(monkeypatch: pytest.MonkeyPatch, cuda_emulator: ModuleType, tmp_path: P
 @pytest.mark.parametrize(
     ("scope", "function", "dtype"),
     [
-        (scope, function, [*TOLERANCE][(n + turn) % 2])
+        pytest.param(
+            *(scope, function, [*TOLERANCE][(n // 2 + turn) % 2]),
+            marks=[pytest.mark.thorough] if (n + turn) % 2 else [],
+        )
         for turn, scope in enumerate(("sequence", "step"))
         for n, function in enumerate(SIZES)
     ],

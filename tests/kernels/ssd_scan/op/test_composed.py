@@ -219,8 +219,11 @@ def small(**options: Any) -> tuple[Any, tuple[Tensor, ...]]:
             {"dt_softplus": True, "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])},
             marks=pytest.mark.thorough,
         ),
-        {"dt_softplus": True, "cu_seqlens": torch.tensor([0, 3, 3, 5])},
-        {"dt_softplus": True, "dt_limit": (0.3, 1.2)},
+        {
+            "dt_softplus": True,
+            "dt_limit": (0.3, 1.2),
+            "cu_seqlens": torch.tensor([0, 3, 3, 5]),
+        },
     ],
 )
 def test_derivatives_twice(options: dict[str, Any]) -> None:
