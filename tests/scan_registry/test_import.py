@@ -79,7 +79,9 @@ print(json.dumps(brought))
 
 
 def test_the_operator_leaves_no_trace_and_opens_no_driver(tmp_path: Path) -> None:
-    """Nor does it import a compiler; what torch itself imports does not count against it."""
+    """Nor does it import a compiler; what torch itself imports does not count against it. First calls import nothing, not what
+    torch imports at times, either: the whole of sympy. Nor does any public name bring the compiler of torch, whose import takes
+    longer than torch's own."""
     home = tmp_path / "home"
     home.mkdir()
     package = Path(scan_registry.__file__).parent
@@ -90,27 +92,11 @@ def test_the_operator_leaves_no_trace_and_opens_no_driver(tmp_path: Path) -> Non
 
     before = listing()
     script = """
-import json, sys
+import importlib, json, pkgutil, sys
 import torch
 before = set(sys.modules)
 import scan_registry.kernels.linear_scan.op.function
-brought = {name.split(".")[0] for name in set(sys.modules) - before}
-print(json.dumps([sorted(brought), "libcuda.so" in open("/proc/self/maps", encoding="utf-8").read()]))
-"""
-    brought, opened = fresh(
-        script, home, HOME=str(home), TMPDIR=str(home), XDG_CACHE_HOME=str(home / "cache")
-    )
-    assert listing() == before
-    assert not opened
-    assert not {"triton", "cuda", "rich"} & set(brought)
-
-
-def test_first_calls_import_nothing(tmp_path: Path) -> None:
-    """Not what torch imports at times, either: the whole of sympy. Nor does any public name bring the compiler of torch,
-    whose import takes longer than torch's own."""
-    script = """
-import importlib, json, pkgutil, sys
-import torch
+of_operator = sorted({name.split(".")[0] for name in set(sys.modules) - before})
 from scan_registry import linear_scan, nn
 before = set(sys.modules)
 gates, tokens, state = torch.rand(2, 3, 8), torch.rand(2, 3, 8, requires_grad=True), torch.rand(3)
@@ -118,7 +104,8 @@ for given in (gates, gates[:1], gates[0, :, :1]):
     linear_scan(given, tokens.detach())
     linear_scan(given, tokens, state, return_final_state=True)[0].sum().backward()
 nn.LSTM(3, 3)(gates.mT)[0].sum().backward()
-brought = sorted(set(sys.modules) - before)
+of_calls = sorted(set(sys.modules) - before)
+opened = "libcuda.so" in open("/proc/self/maps", encoding="utf-8").read()
 import scan_registry
 from scan_registry import compat, distributed
 for package in (scan_registry, nn, distributed):
@@ -127,10 +114,15 @@ for package in (scan_registry, nn, distributed):
 for module in pkgutil.walk_packages(compat.__path__, "scan_registry.compat."):
     importlib.import_module(module.name)
 compilers = [name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]
-print(json.dumps([brought, compilers]))
+print(json.dumps([of_operator, of_calls, opened, compilers]))
 """
-    brought, compilers = fresh(script, tmp_path)
-    assert [name for name in brought if not name.startswith("torch.")] == []
+    of_operator, of_calls, opened, compilers = fresh(
+        script, home, HOME=str(home), TMPDIR=str(home), XDG_CACHE_HOME=str(home / "cache")
+    )
+    assert listing() == before
+    assert not opened
+    assert not {"triton", "cuda", "rich"} & set(of_operator)
+    assert [name for name in of_calls if not name.startswith("torch.")] == []
     assert compilers == []
 
 

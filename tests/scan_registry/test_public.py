@@ -103,6 +103,7 @@ def test_options() -> None:
     torch.testing.assert_close(stepped, last)
 
 
+@pytest.mark.thorough  # each operator's own tests have this for the torch that is pinned
 @every_call
 def test_values_and_gradients_are_the_references(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +126,7 @@ def test_gradients_exist_and_can_be_differentiated(name: str) -> None:
     assert all(bool(gradient.isfinite().all()) for gradient in second)
 
 
+@pytest.mark.thorough
 @every_call
 def test_compilation_with_dynamic_sizes(name: str) -> None:
     """As one graph, values and gradients. ``test_inductor.py`` has graphs of fixed sizes."""

@@ -73,7 +73,15 @@ def run(release: str, wheel: Path, tests: Sequence[Path], words: Sequence[str]) 
         command = environment.pip("install", "-q", *packages)
         if subprocess.run([*map(str, command)], check=False).returncode:
             return NOT_RUN, f"{version} does not install"
-    command = [environment.program("pytest"), "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    command = [
+        environment.program("pytest"),
+        "-q",
+        "--thorough",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not gpu",
+    ]
     # From a folder without the sources: what is tested is the installed package.
     status = subprocess.run([*map(str, [*command, *words, *tests])], cwd=WORK, check=False)
     return (FAILED if status.returncode else PASSED), version

@@ -45,8 +45,17 @@ def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [rows[number] for number in sorted(chosen)]
 
 
+def statics_of(variant: Variant) -> Iterator[tuple[str, ...]]:
+    """What each kernel of a family is to be tried with: its statics that are words, of which both dtypes of 16 bits are alike.
+    Of numbers, which are sizes of tiles and the like, each value is to occur in one of the kernels."""
+    for name, value in variant.statics:
+        if isinstance(value, str):
+            alike = "16 bits" if value in ("float16", "bfloat16") else value
+            yield variant.kernel, name, alike
+
+
 def values_of(item: pytest.Item) -> frozenset[object]:
-    """What each ``parametrize``, and each fixture with parameters, has chosen for this test; of a variant, each static."""
+    """What each ``parametrize``, and each fixture with parameters, has chosen for this test; and of a variant, each static."""
     params = dict(item.callspec.params) if hasattr(item, "callspec") else {}
     chosen = set[object]()
     for mark in item.iter_markers("parametrize"):
@@ -55,7 +64,7 @@ def values_of(item: pytest.Item) -> frozenset[object]:
         variants = [value for value in values.values() if isinstance(value, Variant)]
         if len(variants) == 1:  # and which of all it is says nothing
             values = {n: x for n, x in values.items() if n != "turn" and x is not variants[0]}
-            chosen.update((variants[0].kernel, *static) for static in variants[0].statics)
+            chosen.update(variants[0].statics, statics_of(variants[0]))
         if values:
             chosen.add((*values, *map(id, values.values())))
     chosen.update((name, id(value)) for name, value in params.items())

@@ -72,7 +72,7 @@ def in_bfloat16(kernel: str, **tile: int) -> Variant:
     return variant
 
 
-@pytest.mark.parametrize("states", [64, 256])
+@pytest.mark.parametrize("states", [64, pytest.param(256, marks=pytest.mark.thorough)])
 def test_many_chunks_go_through_few_tiles(states: int, emulated: Callable[..., Any]) -> None:
     """Where outputs have warpgroups that take turns, and shared memory has tiles of three chunks or four and steps of eight."""
     library = emulated(FAMILY, in_bfloat16("forward", outputs=2, states=states), arch=800)

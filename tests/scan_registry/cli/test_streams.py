@@ -60,8 +60,6 @@ inspect --dtype no-such-thing
 explain linear_scan --dtype bfloat16 --shape 8,1536,4096 --arch sm_90 --all
 explain linear_scan --dtype float32 --shape 1,…,2
 explain rnn --dtype float32 --shape 2,3,4,64 --arch sm_121
-doctor
-doctor --for sm_86
 doctor --for sm_121 --driver 12.4
 verify --arch ptx80 --language triton --dtype float64
 selftest --device cpu --dtype float64

@@ -290,17 +290,6 @@ def test_it_says_what_it_is() -> None:
     )
 
 
-def test_it_compiles_to_one_graph() -> None:
-    m, x = made(ngroups=2, d_ssm=8), given()
-    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), m(x))
-    leaves = [*m.parameters()]
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(x).square().sum(), leaves),
-        torch.autograd.grad(m(x).square().sum(), leaves),
-    )
-
-
 @pytest.mark.parametrize("way", ["plain", "checkpointed", "compiled"])
 def test_it_trains_in_mixed_precision(way: str) -> None:
     """Parameters and gradients stay in float32, and the loss falls as it does in float32. What was trained is copied whole."""

@@ -32,6 +32,7 @@ class Features(Operator):
         same(results(compiled, call), results(self.run, call))
         torch._dynamo.reset()
 
+    @pytest.mark.thorough  # test_transforms.py has those of two operators
     def test_compiled_autograd(self, first: str) -> None:
         from torch._dynamo import compiled_autograd
 
@@ -52,9 +53,10 @@ class Features(Operator):
         for operator, arguments, tests in self.checks(few):
             torch.library.opcheck(operator, arguments, test_utils=tests)
 
-    def test_shapes_without_values(self, case: str) -> None:
-        """On meta, and of a GPU, which this torch may not be built for; second derivatives on meta, too."""
-        call = self.draw(case, self.small, torch.float32)
+    def test_shapes_without_values(self, few: str) -> None:
+        """On meta, and of a GPU, which this torch may not be built for; second derivatives on meta, too. ``test_fakes.py`` has
+        outputs with all options."""
+        call = self.draw(few, self.small, torch.float32)
         expected = results(self.run, call)
         leaves = call.on("meta").changed(lambda t: t.requires_grad_())
         outputs = self.run(**leaves.arguments)

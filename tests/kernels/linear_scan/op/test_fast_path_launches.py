@@ -232,6 +232,8 @@ for dtypes, dim, reverse, final, with_state, packed, of_gates, tracked in iterto
         (False, True), (False, True), ("full", "channel"), (False, True)):
     if packed and final:
         continue  # left to Python, whose launches are not these
+    if (dtypes[1] == torch.float32) ^ (dim == 1) ^ reverse ^ final ^ with_state ^ packed ^ (of_gates == "full") ^ tracked:
+        continue  # of all, half, in which every few options occur together
     shape = (B, T, D) if dim == 1 else (B, D, T)
     few = shape if of_gates == "full" else ((D,) if dim == 1 else (D, 1))
     gates = torch.rand(few).to(dtypes[0]).requires_grad_(tracked)
@@ -285,6 +287,6 @@ def test_scans_with_options(tmp_path: Any) -> None:
     results and gradients are those of the reference in float64."""
     found = run(SCANS, tmp_path)
     assert found["wrong"] == []
-    assert found["count"] == found["calls"] == 2 * 2**7 * 3 // 2
+    assert found["count"] == found["calls"] == 2**7 * 3 // 2
     assert found["launches of options"] == 4
     assert found["plans"] <= found["calls"] // 2

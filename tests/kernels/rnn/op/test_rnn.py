@@ -134,7 +134,9 @@ class TestRnn(OperatorTests):
         return torch.cat(each, 2)
 
     def checks(self, case: str) -> Iterator[Any]:
-        call = self.draw(case, self.small, torch.float32)
+        call = self.draw(
+            case, (2, 2, 1, 3), torch.float32
+        )  # of few steps, which are traced one by one
         if call.others["cu_seqlens"] is not None:
             return
         small = ("test_schema", "test_faketensor", "test_autograd_registration")

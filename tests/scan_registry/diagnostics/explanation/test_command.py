@@ -188,30 +188,7 @@ def test_a_machine_without_a_gpu_says_so(tmp_path: Path) -> None:
     assert "--driver describes a GPU that is not here; it needs --for" in second[2]
 
 
-@pytest.mark.slow
-def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
-    stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
-    variables = stub_driver.environment()
-    first, second, third = called(
-        ["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"], **variables
-    )
-    assert (first[0], second[0], third[0]) == (0, 0, 2)
-    report = json.loads(first[1])
-    valid(report)
-    assert report["device"] == {
-        "name": "Imaginary A",
-        "arch": "sm_90",
-        "sm_count": 132,
-        "shared_memory_per_block": 232_448,
-        "registers_per_block": 65_536,
-        "threads_per_block": 1024,
-        "driver": "13.0",
-    }
-    assert second[1].startswith("linear_scan on Imaginary B (sm_75), driver for CUDA 13.0\n")
-    assert "--device is 'cuda:2'; accepted are cuda:0, cuda:1" in third[2]
-    assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
-
-
+#: After the calls: what dispatch decides of the first.
 DISPATCH = """
 import json, torch
 from scan_registry.runtime import loader
@@ -228,11 +205,28 @@ for call in describe(tensor, tensor).values():
 
 
 @pytest.mark.slow
-def test_what_it_says_is_what_dispatch_decides(stub_driver: Any) -> None:
-    stub_driver.gpu((9, 0), name="Imaginary A")
-    lines = stub_driver.run(DISPATCH).stdout.splitlines()
-    ((_, said, _),) = called(["--json"], **stub_driver.environment())
-    report = json.loads(said)
+def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
+    """What it says is what dispatch decides."""
+    stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
+    more = ["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"]
+    calls = json.dumps([[*CALL, *words] for words in more])
+    said, *lines = stub_driver.run(CALLS + DISPATCH, calls).stdout.splitlines()
+    first, second, third = json.loads(said)
+    assert (first[0], second[0], third[0]) == (0, 0, 2)
+    report = json.loads(first[1])
+    valid(report)
+    assert report["device"] == {
+        "name": "Imaginary A",
+        "arch": "sm_90",
+        "sm_count": 132,
+        "shared_memory_per_block": 232_448,
+        "registers_per_block": 65_536,
+        "threads_per_block": 1024,
+        "driver": "13.0",
+    }
+    assert second[1].startswith("linear_scan on Imaginary B (sm_75), driver for CUDA 13.0\n")
+    assert "--device is 'cuda:2'; accepted are cuda:0, cuda:1" in third[2]
+    assert not stub_driver.calls("cuDevicePrimaryCtxRetain", "cuModuleLoadData")
     losers = {"rejected"}  # dispatch does not look for compilers where something else fits
     assert len(lines) == len(report["steps"]) == 2
     for line, step in zip(map(json.loads, lines), report["steps"], strict=True):
