@@ -74,10 +74,8 @@ def test_a_plan_is_every_variant_for_every_arch_in_order() -> None:
     jobs = plan(archs)
     assert list(jobs) == list(archs)
     for arch in archs:
-        assert {job.variant for job in jobs[arch]} <= set(variants)
-        assert [job.variant for job in jobs[arch]] == [
-            v for v in variants if v in {job.variant for job in jobs[arch]}
-        ]
+        chosen = {job.variant for job in jobs[arch]}
+        assert [job.variant for job in jobs[arch]] == [v for v in variants if v in chosen]
         assert all(job.arch == arch for job in jobs[arch])
     assert plan(()) == {}
 

@@ -157,29 +157,6 @@ def test_derivatives_pass_the_states(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_nothing_compiled")
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("RGLRU", "S5-bidir"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("MinLSTM", "HGRN", "LRU")),
-    ],
-)
-def test_it_compiles_to_one_graph(name: str) -> None:
-    torch.manual_seed(3)
-    m, x, reset = MAKERS[name](), given().float(), marks()
-    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    actual, expected = compiled(x, reset=reset), m(x, reset=reset)
-    torch.testing.assert_close(actual, expected)
-    wanted = [*m.parameters()]
-    for one, other in zip(
-        torch.autograd.grad(actual.square().sum(), wanted),
-        torch.autograd.grad(expected.square().sum(), wanted),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.usefixtures("_nothing_compiled")
 @pytest.mark.parametrize("name", ["RGLRU", "S5"])
 def test_it_exports_with_any_batch_and_time(name: str) -> None:
     m, x = MAKERS[name](), given().float()

@@ -42,7 +42,6 @@ def test_the_usual_cases_are_of_every_kind() -> None:
         assert f"dtype={dtype},gates={dtype},access=aligned" in kinds
     for item in {(item.kernel.head, item.shape.kind): item for item in result}.values():
         assert len(item.variants(SM90)) > 1
-        assert all(item.kernel.rules.accepts(v, item.problem) is None for v in item.variants(SM90))
 
 
 def test_problems_of_one_place_are_posed_once() -> None:

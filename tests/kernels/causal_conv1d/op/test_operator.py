@@ -121,12 +121,12 @@ def test_matches_plain_torch(play: Callable[[], list[str]], name: str, dtype: to
 
     expected = results("rows", "rows", True)
     used = play()
-    for way, of_grad in zip(WAYS, (*WAYS[1:], WAYS[0]), strict=True):
-        for grad in (way, of_grad):
-            used.clear()
-            for got, want in zip(results(way, grad, False), expected, strict=True):
-                assert (got.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (way, grad)
-            assert len(used) == 3  # forward, backward and the sum
+    for turn, way in enumerate(WAYS):
+        grad = WAYS[(turn + turn % 2) % len(WAYS)]  # lies like every other, or like the next
+        used.clear()
+        for got, want in zip(results(way, grad, False), expected, strict=True):
+            assert (got.double() - want).norm() <= TOLERANCE[dtype] * want.norm(), (way, grad)
+        assert len(used) == 3  # forward, backward and the sum
 
 
 def test_only_what_is_wanted_is_computed(play: Callable[[], list[str]]) -> None:
