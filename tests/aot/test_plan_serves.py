@@ -8,8 +8,8 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from planned import jobs_of
 
-from scan_registry.aot.plan import plan
 from scan_registry.catalog.inventory import catalogue
 from scan_registry.dispatch.shipped import holds
 from scan_registry.hardware.target import RELEASED, Target
@@ -88,7 +88,7 @@ def test_every_problem_is_served_in_both_languages(arch: Target) -> None:
         if archive.arch == arch:
             contents.setdefault(binary.variant.head, []).append(binary.variant)
     if not contents:  # then what a build for it would hold, if nothing of that may be left out
-        jobs = plan([arch])[arch]
+        jobs = jobs_of(arch)
         if any(job.optional for job in jobs):
             pytest.skip(f"no archive for {arch.label} is installed")
         for job in jobs:
@@ -123,15 +123,14 @@ def test_the_problems_are_of_all_kinds() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS, ids=[arch.label for arch in ARCHS])
 def test_nothing_is_compiled_twice(arch: Target) -> None:
-    jobs = plan([arch])[arch]
+    jobs = jobs_of(arch)
     assert len({str(job.variant) for job in jobs}) == len(jobs)
 
 
 def test_what_wheels_hold_is_known_without_a_plan() -> None:
     """``doctor`` and ``explain`` advise wheels by it."""
-    planned = plan(ARCHS)
     for arch, (name, family) in product(ARCHS, families().items()):
-        jobs = [job.variant for job in planned[arch] if job.variant.family == name]
+        jobs = [job.variant for job in jobs_of(arch) if job.variant.family == name]
         for sample, kernel in product(family.samples, family.kernels):
             problem = sample.problem
             if kernel.name != problem.kernel:

@@ -7,8 +7,8 @@ from functools import cache
 from types import ModuleType
 
 import pytest
+from planned import jobs_of
 
-from scan_registry.aot.plan import plan
 from scan_registry.diagnostics.accuracy import cases_of
 from scan_registry.hardware.target import Target
 from scan_registry.kernels import families
@@ -29,7 +29,7 @@ DTYPES = [
 def planned() -> tuple[Variant, ...]:
     """Of the archive for an H200, installed or not: nothing that is planned for it is optional."""
     arch = Target.parse("sm90")
-    jobs = plan([arch])[arch]
+    jobs = jobs_of(arch)
     assert not any(job.optional for job in jobs)
     return tuple(job.variant for job in jobs)
 
