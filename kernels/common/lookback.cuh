@@ -42,8 +42,12 @@ struct Tile {
     unsigned level, column;
 };
 
+// Of packed sequences, `warps` may be above 0: columns are not cut then, so many tile warps of each CTA have one, and no warp waits for
+// another.
 struct Grid {
-    unsigned columns, levels;
+    unsigned columns, levels, warps = 0;
+
+    __device__ bool is_cut() const { return !VARLEN || warps == 0; }
 };
 
 // `previous` is the level of the CTA's last segment of the column, if the CTA still has the state from that turn; else 0.
@@ -104,7 +108,7 @@ struct Drawn {
     __device__ explicit Drawn(const Grid& grid)
         : grid(grid), segments((grid.levels + TILE_WARPS - 1) / TILE_WARPS) {}
     // Whether each CTA but the first has one segment.
-    __device__ bool once() const { return gridDim.x > segments * grid.columns; }
+    __device__ bool once() const { return grid.is_cut() && gridDim.x > segments * grid.columns; }
     static __device__ Segment& segment(int turn) {
         constexpr int KEPT = 16;
         static_assert(PREFIX_LEAD == 0 || (PREFIX_LEAD < STAGES && STAGES + 2 <= KEPT), "or one takes the place of another");
@@ -130,7 +134,10 @@ struct Drawn {
         segment(turn) = {drawn, before.column == drawn.column ? before.level : 0};
         before = drawn;
     }
-    __device__ bool there(int turn) const { return segment(turn).level < segments; }
+    __device__ bool there(int turn) const {
+        if (!grid.is_cut()) return turn < int(grid.levels);
+        return segment(turn).level < segments;
+    }
 };
 
 // The least number of segments in a group: the host allocates for so many.
@@ -348,7 +355,10 @@ struct Schedule {
         const Drawn drawn(grid);
         unsigned* const counter = static_cast<unsigned*>(workspace);
         const int warp = threadIdx.x / 32, first_held = threadIdx.x % (Work::SCANS / Work::HELD) * Work::HELD;
+        const bool is_cut = grid.is_cut();
+        if (!is_cut && (warp >= int(grid.warps) || blockIdx.x * grid.warps + warp >= grid.columns)) return;
         const auto tile = [&](int turn) {
+            if (!is_cut) return Tile{unsigned(turn), blockIdx.x * grid.warps + warp};
             const Segment segment = drawn.segment(turn);
             return Tile{segment.level * TILE_WARPS + warp, segment.column};
         };
@@ -357,8 +367,9 @@ struct Schedule {
         // result at once.
         const auto draw = [&] { return threadIdx.x > 0 || once ? ~0u : atomicInc(counter, ~0u >> 1); };
         if (threadIdx.x == 0) Drawn::start<SharedStorage::COLUMNS>();
-        unsigned number = once ? blockIdx.x - 1 : draw();
+        unsigned number = once ? blockIdx.x - 1 : is_cut ? draw() : 0;
         typename Work::TilePrefix tile_prefixes[TURNS];
+        RunningPrefix running = State(0);  // before the turn's tile, of a column that is not cut
         int turn = -STAGES;
         for (; turn < 0 || drawn.there(turn); turn++) {
             const int leading = turn + PREFIX_LEAD, coming = turn + STAGES;
@@ -371,16 +382,20 @@ struct Schedule {
                     for (int v = 0; v < Work::HELD; v++)
                         SharedStorage::of(leading).tiles[warp][first_held + v] = tile_prefixes[PREFIX_LEAD].tile[v];
                 }
-                tell_composed(leading);
+                if (is_cut) tell_composed(leading);
             }
-            if (threadIdx.x == 0) drawn.keep<SharedStorage::COLUMNS>(coming, number);
-            if (turn < 0) meet_tile_warps();
-            else await_combined(turn);
-            number = draw();
+            if (is_cut) {
+                if (threadIdx.x == 0) drawn.keep<SharedStorage::COLUMNS>(coming, number);
+                if (turn < 0) meet_tile_warps();
+                else await_combined(turn);
+                number = draw();
+            }
             if (turn >= 0) {
 #pragma unroll
                 for (int v = 0; v < Work::HELD; v++)
-                    tile_prefixes[0].carried[v] = SharedStorage::of(turn).entering[warp][first_held + v];
+                    if (is_cut) tile_prefixes[0].carried[v] = SharedStorage::of(turn).entering[warp][first_held + v];
+                if constexpr (VARLEN)
+                    if (!is_cut) tile_prefixes[0].carried[0] = running, running = tile_prefixes[0].tile[0](running);
                 work.finish(tile(turn), turn % STAGES, tile_prefixes[0]);
                 __syncwarp();  // what the stage held has been read
             }
@@ -389,6 +404,6 @@ struct Schedule {
 #pragma unroll
             for (int k = 0; k < PREFIX_LEAD; k++) tile_prefixes[k] = tile_prefixes[k + 1];
         }
-        tell_composed(turn + PREFIX_LEAD);  // nothing was composed: it releases the last look-back warps, which then end
+        if (is_cut) tell_composed(turn + PREFIX_LEAD);  // nothing was composed: it releases the last look-back warps, which then end
     }
 };

@@ -47,9 +47,13 @@ COUNTER = 256
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
-#: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which rows
-#: are cut; elements of packed rows from which shorter ones are, too; and a cost beyond all others.
-_LEAST_ROW, _LEAST_MEAN, _LARGE, _PREFERRED = 4096, 64, 1 << 20, 1e6
+#: Packed rows: what a turn takes where each warp has whole rows, and where rows are cut, and what looking back takes beside turns.
+#: Tiles of a row up to which warps may have several whole ones, and from which idle warps of a row's last segment are of no account.
+_WHOLE_TURN, _CUT_TURN, _LOOKBACK, _FEW_TILES, _MANY_TILES = 2, 3, 6, 8, 1024
+#: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which
+#: variants with segments take rows; elements of packed rows from which they take shorter ones, too, and steps of these, at least; and a
+#: cost beyond all others.
+_LEAST_ROW, _LEAST_MEAN, _LARGE, _SHORT_ROW, _PREFERRED = 4096, 64, 3 << 17, 192, 1e6
 #: Of whole rows in which the gradient of gates is summed, for which no table has times: the steps that take as long as a turn does
 #: beside its steps, and steps of a row from which that counts.
 _TURN, _SEVERAL_TURNS = 128, 1024
@@ -117,10 +121,10 @@ def packs(problem: LinearScanProblem) -> bool:
 
 
 def cuts_packed(problem: LinearScanProblem) -> bool:
-    """Whether rows are long enough to be cut, as a segment has some thousand steps; and packed sequences, as a lane's code for
-    several in its elements is slow."""
+    """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Sequences are not short: a lane's
+    code for several in its elements is slow where there are states before or after them."""
     is_large = problem.batch * problem.channels * problem.time >= _LARGE
-    least = _LEAST_ROW // 2 if is_large else _LEAST_ROW
+    least = _SHORT_ROW if is_large else _LEAST_ROW
     return problem.time >= max(least, _LEAST_MEAN * problem.sequences)
 
 
@@ -233,6 +237,8 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     as it holds."""
     at_once = sm_count * variant.number("blocks")
     if _cuts(variant):
+        if variant.text("access") == VARLEN:
+            return _launch_packed(variant, problem, sm_count)
         segments = _segments(variant, problem)
         workspace = _workspace(variant, problem, segments)
         ctas, zeroed = min(segments + 1, at_once), segments >= at_once
@@ -246,6 +252,33 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         return Launch((blocks, 1, 1), problem.scalars(), descriptor_bytes(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, scans(variant))
     return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
+
+
+def _launch_packed(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
+    """Rows in which sequences are packed follow one another in columns, since the scan starts anew with each. Either each warp has a
+    column to itself; or columns are cut, and have as many rows as leave the fewest warps of segments without a tile."""
+    warps, rows = rings.tile_warps(dict(variant.statics)), problem.batch * problem.channels
+    tiles, together = _tiles_of_row(variant, problem), ceil_div(rows, sm_count * warps)
+    if _are_whole_rows_faster(tiles, together, rows / (sm_count * warps)):
+        columns = ceil_div(rows, together)
+        own = ceil_div(columns, sm_count)
+        return Launch((ceil_div(columns, own), 1, 1), problem.scalars(own | together << 8))
+
+    def segments_of(together: int) -> int:
+        return ceil_div(rows, together) * ceil_div(together * tiles, warps)
+
+    together = min(range(1, 1 + (min(rows, warps) if tiles < _MANY_TILES else 1)), key=segments_of)
+    segments = segments_of(together)
+    ctas, zeroed = min(segments + 1, sm_count), segments >= sm_count
+    workspace = _workspace(variant, problem, segments)
+    return Launch((ctas, 1, 1), problem.scalars(together << 8), workspace, zeroed)
+
+
+def _are_whole_rows_faster(tiles: int, together: int, share: float) -> bool:
+    """Whether packed rows are scanned faster where each warp has ``together`` of them. ``share`` is how many each would have if all
+    had the same."""
+    turns = _WHOLE_TURN * together * tiles, _CUT_TURN * share * tiles
+    return (together == 1 or tiles <= _FEW_TILES) and turns[0] <= turns[1] + _LOOKBACK
 
 
 def _launch_single_wave(variant: Variant, problem: LinearScanProblem, resident: int) -> Launch:
@@ -316,13 +349,18 @@ def _cuts(variant: Variant) -> bool:
 
 def _segments(variant: Variant, problem: LinearScanProblem) -> int:
     """The segments of all columns, for a variant that cuts them."""
+    warps = rings.tile_warps(dict(variant.statics))
     if problem.layout == "time_last":
-        columns = problem.batch * problem.channels
-    else:
-        columns = problem.batch * ceil_div(problem.channels, scans(variant))
+        rows = problem.batch * problem.channels
+        return rows * ceil_div(_tiles_of_row(variant, problem), warps)
+    columns = problem.batch * ceil_div(problem.channels, scans(variant))
+    return columns * ceil_div(problem.time, times(variant) * warps)
+
+
+def _tiles_of_row(variant: Variant, problem: LinearScanProblem) -> int:
+    """Of contiguous time."""
     skips = takes_misaligned(variant)
     if variant.text("access") == VARLEN and problem.whole_chunks(problem.chunk()):
         skips = False  # the kernel finds out that rows are aligned
     skipped = LINE // ITEM_SIZE[problem.dtype] - 1 if skips else 0
-    segment = times(variant) * rings.tile_warps(dict(variant.statics))
-    return columns * ceil_div(problem.time + skipped, segment)
+    return ceil_div(problem.time + skipped, times(variant))

@@ -350,7 +350,7 @@ __device__ __forceinline__ void scan_row(
 #endif
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
-// flags: 1 if x[t] follows from x[t+1]. Where the build pins that, there is no code for the other way.
+// flags: as for the forward kernel; bit 1 is set if the gradient of gates is summed over time.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -386,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
 #elif STAGES
     State* const sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     if (sums) gates_grad = nullptr;
-    const Scans scans(batch, channels, time, {states_grad_batch, states_grad_channel});
+    const Scans scans(batch, channels, time, {states_grad_batch, states_grad_channel}, flags);
     const auto states_of = [&](const State* tensor) {
         return States{const_cast<State*>(tensor), {state_batch, state_channel}, state_time};
     };

@@ -260,8 +260,9 @@ __device__ __forceinline__ void scan_row(const Row<GateElement, TURNED>& gates_r
 }
 #endif
 
-// initial_state, final_state and offsets may be null. flags: 1 if x[t] follows from x[t+1]. Where the build pins
-// that, there is no code for the other way.
+// initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; where the build pins that, there
+// is no code for the other way. Of packed sequences, the 8 bits from bit 2 on say how many warps of a CTA have whole rows, 0 if rows are
+// cut, and those from bit 10 on how many rows a column has.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,
@@ -288,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     __syncthreads();
     copy_out(tile, 1, states);
 #elif STAGES
-    const Scans scans(batch, channels, time, {tokens_batch, tokens_channel});
+    const Scans scans(batch, channels, time, {tokens_batch, tokens_channel}, flags);
     const Forward of{{gates, gates_batch, gates_channel},
                      {tokens, tokens_batch, tokens_channel},
                      {states, states_batch, states_channel},

@@ -14,7 +14,8 @@
 // then starts `skip` elements before its row, on a 16-byte boundary, or on a 128-byte line if the row is long. What its
 // pieces hold of other rows is replaced by the identity, and not written.
 //
-// VARLEN: rows are cut, and may be misaligned or not. The state before a sequence vanishes by a gate of zero at its first step,
+// VARLEN: rows may be misaligned or not. A column has several of them, one after the other, and is cut; or each warp has a column to
+// itself, and nothing is cut. The state before a sequence vanishes by a gate of zero at its first step,
 // which a warp writes over the tile's own gate in shared memory. So a tile is scanned as any other, at no cost for its other steps.
 // Zero times a number that is not finite is not zero: a lane whose result is not finite, or that needs a sequence's own states,
 // scans its elements once more, with a `Cursor`.
@@ -65,22 +66,43 @@ struct Scans {
     i64 rows, time;
     Strides strides;
     int most_skipped;
+#if VARLEN
+    unsigned together, tiles;  // rows of a column, and tiles of a row
+    unsigned rows_per_tile;    // times 2³¹, rounded up; 0 where a column has one row
+    bool has_one_batch;
+#endif
     Grid grid;
 
-    __device__ Scans(i64 batches, i64 channels, i64 time, Strides strides)
+    __device__ Scans(i64 batches, i64 channels, i64 time, Strides strides, i64 flags = 0)
         : channels(unsigned(channels)),
           rows(batches * channels),
           time(time),
           strides(strides),
 #if VARLEN
           most_skipped(are_aligned(batches) ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
+          together(unsigned(flags >> 10)),
+          tiles(unsigned((time + most_skipped + TIMES - 1) / TIMES)),
+          rows_per_tile(together > 1 ? (1u << 31) / tiles + 1 : 0),
+          has_one_batch(batches == 1),
+          grid{unsigned((rows + together - 1) / together), together * tiles, unsigned(flags >> 2) & 0xff} {}
 #else
           most_skipped(!MISALIGNED ? 0 : time < LONG ? VECTOR - 1 : LINE - 1),
-#endif
           grid{unsigned((rows + SIDE - 1) / SIDE),
                unsigned((time + most_skipped + TIMES - 1) / TIMES)} {}
+#endif
 
 #if VARLEN
+    // The row of a tile. Past the end of its column it is the last one, past whose end the tile then is.
+    __device__ unsigned row_of(const Tile& tile) const {
+        const unsigned begin = tile.column * together, row = begin + unsigned(u64(tile.level) * rows_per_tile >> 31);
+        const unsigned end = begin + together < unsigned(rows) ? begin + together : unsigned(rows);
+        return row < end ? row : end - 1;
+    }
+    // Of a tile's row.
+    __device__ i64 first_of(const Tile& tile, unsigned row) const {
+        return i64(tile.level - (row - tile.column * together) * tiles) * TIMES;
+    }
+    __device__ unsigned batch_of(unsigned row) const { return has_one_batch ? 0 : row / channels; }
     // Whether all rows start and end on 16-byte boundaries. Where sequences are packed, this is known only here.
     __device__ bool are_aligned(i64 batches) const {
         const i64 by_batch = batches > 1 ? strides.by_batch : 0, by_channel = channels > 1 ? strides.by_channel : 0;
@@ -110,11 +132,19 @@ struct Position {
     i64 first;                // order of the warp's first element in each of them, from where walks start
     unsigned batch, channel;  // of its only row
 
+#if VARLEN
+    __device__ Position(const Tile& tile, const Scans& scans)
+        : first_row(scans.row_of(tile)),
+          first(scans.first_of(tile, first_row)),
+          batch(scans.batch_of(first_row)),
+          channel(first_row - batch * scans.channels) {}
+#else
     __device__ Position(const Tile& tile, const Scans& scans)
         : first_row(tile.column * SIDE),
           first(i64(tile.level) * TIMES),
           batch(first_row / scans.channels),
           channel(first_row - batch * scans.channels) {}
+#endif
     __device__ unsigned row() const { return first_row + lane / LANES; }  // this lane's own
     __device__ bool ends_row() const { return lane % LANES == LANES - 1; }
 };
@@ -362,7 +392,10 @@ __device__ void run(const Of& of, const Scans& scans, bool turned, void* workspa
     const Schedule schedule{scans.grid};
     if constexpr (CUT) {
         if (schedule.initializes<Work<false>>(workspace)) return;
-        if (schedule.is_lookback()) return schedule.combine(Work<false>{of, scans}, workspace);
+        if (schedule.is_lookback()) {
+            if (scans.grid.is_cut()) schedule.combine(Work<false>{of, scans}, workspace);
+            return;
+        }
     }
 #if VARLEN
     Nearby::begin();

@@ -12,10 +12,18 @@ from selecting import like
 from torch import Tensor
 
 from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.kernels.linear_scan.op.operator import OPERATOR
 from scan_registry.kernels.linear_scan.spec import FAMILY
 
-#: Channels and time steps of rows that are aligned and misaligned.
-ROWS = {"aligned": (1, 3, 2400), "misaligned": (1, 3, 2399)}
+#: Channels and time steps of rows that are aligned and misaligned; of several to a column, cut and whole; and of two batches.
+ROWS = {
+    "aligned": (1, 3, 2400),
+    "misaligned": (1, 3, 2399),
+    "cut": (1, 3, 6001),
+    "whole": (1, 70, 500),
+    "batches": (2, 35, 301),
+}
 DTYPES = {"forward": "bfloat16", "backward": "float32"}
 
 
@@ -84,3 +92,52 @@ def test_what_is_not_finite_stays_in_its_sequence(
         assert not other[..., begin:end].isfinite().all()
         for part in (slice(0, begin), slice(end, None)):
             torch.testing.assert_close(other[..., part], plain[..., part], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("rows", ["cut", "whole"])
+def test_what_is_not_finite_stays_in_its_row(
+    direction: str, rows: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Also at the end of the scan, which the next row of a column follows."""
+    library = emulated(direction, cuda_emulator, tmp_path)
+    trial = cases.draw(ROWS[rows], cases.Setting(packed=True), DTYPES[direction], "cpu")
+    case = trial.case(library.kernel.name, aligned=True)
+    case.tensors.update(dict.fromkeys(("final_state", "initial_state_grad")))
+    tensor = case.tensors["tokens" if direction == "forward" else "states_grad"]
+    assert tensor is not None
+    results = []
+    for poisoned in (False, True):
+        if poisoned:
+            tensor[0, 0, 0, -1 if direction == "forward" else 0] = float("inf")
+        library.run(case.problem, case.tensors, seed=0)
+        outputs = (case.tensors[name] for name in case.expected)
+        results.append([out.flatten(0, 2).clone() for out in outputs if out is not None])
+    for plain, other in zip(*results, strict=True):
+        assert not other[0].isfinite().all()
+        torch.testing.assert_close(other[1:], plain[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "direction", "ctas", "warps", "together"),
+    [
+        ((1, 896, 1229), "forward", 128, 7, 1),
+        ((1, 5394, 986), "forward", 123, 11, 4),
+        ((1, 1024, 65536), "backward", 132, 0, 1),
+        ((1, 1024, 4000), "backward", 128, 8, 1),
+        ((1, 160, 6016), "forward", 81, 0, 2),
+        ((1, 2, 74993), "forward", 14, 0, 2),
+    ],
+)
+def test_how_rows_are_shared(
+    shape: tuple[int, int, int], direction: str, ctas: int, warps: int, together: int
+) -> None:
+    """Many rows, or short ones, go to a warp each, and others are cut."""
+    kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
+    pins = {"dtype": "bfloat16", "access": "varlen", "prefix_lead": 2}
+    batch, channels, time = shape
+    case = Case.parse(f"time_last:{batch},{channels},{time}:bfloat16:sequences=2")
+    launch = kernel.launch(like(kernel, pins), OPERATOR.posed(case, direction)[-1], 132)
+    flags = int(launch.scalars["flags"])
+    assert (launch.grid[0], flags >> 2 & 0xFF, flags >> 10) == (ctas, warps, together)
+    assert (launch.workspace > 0) == (warps == 0)

@@ -47,8 +47,10 @@ def there(a_device: Describe, a_binary: Make) -> System:
         ("channel_last:1,81,116556:float16:sequences=18", "cuda"),
         ("time_last:1,32,9710:bfloat16:sequences=401", "triton"),
         ("time_last:1,473,501:bfloat16:sequences=15", "cuda"),
-        ("time_last:1,5394,986:bfloat16:sequences=2", "triton"),
+        ("time_last:1,5394,986:bfloat16:sequences=2", "cuda"),
         ("time_last:1,1144,1562:float32:sequences=10", "cuda"),
+        ("time_last:1,2048,4096:bfloat16:sequences=8", "cuda"),
+        ("time_last:1,256,1100:float32:sequences=4", "triton"),
         ("time_last:1,1024,65536:bfloat16:sequences=32", "cuda"),
     ],
 )
