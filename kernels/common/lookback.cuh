@@ -45,9 +45,14 @@ struct Tile {
 // Of packed sequences, `warps` may be above 0: columns are not cut then, so many tile warps of each CTA have one, and no warp waits for
 // another.
 struct Grid {
-    unsigned columns, levels, warps = 0;
-
-    __device__ bool is_cut() const { return !VARLEN || warps == 0; }
+    unsigned columns, levels;
+#if VARLEN
+    unsigned warps;
+    __device__ bool is_cut() const { return warps == 0; }
+#else
+    static constexpr unsigned warps = 0;
+    static __device__ bool is_cut() { return true; }
+#endif
 };
 
 // `previous` is the level of the CTA's last segment of the column, if the CTA still has the state from that turn; else 0.
