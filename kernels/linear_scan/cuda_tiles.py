@@ -9,6 +9,7 @@ from scan_registry.kernels.linear_scan import (
     constant_gate,
     multi_cta,
     narrow,
+    one_gate,
     registers,
     rings,
     scalar,
@@ -21,6 +22,7 @@ from scan_registry.kernels.linear_scan.space import (
     MISALIGNED,
     MULTI_CTA,
     NARROW,
+    ONE_GATE,
     SCALAR,
     SHORT,
     VARLEN,
@@ -35,6 +37,7 @@ _OF_ACCESS = {
     MULTI_CTA: multi_cta.tiles,
     NARROW: narrow.tiles,
     CONSTANT_GATE: constant_gate.tiles,
+    ONE_GATE: one_gate.tiles,
     SCALAR: scalar.tiles,
     SHORT: short_rows.tiles,
 }
@@ -131,7 +134,7 @@ def ships(statics: Pins, target: Target) -> bool:
     pins = dict(statics)
     access = pins["access"]
     wide = access == MISALIGNED and rings.is_wide(pins)
-    replaceable = wide or access in (CONSTANT_GATE, MULTI_CTA, SHORT)
+    replaceable = wide or access in (CONSTANT_GATE, MULTI_CTA, ONE_GATE, SHORT)
     return not replaceable or (not target.is_ptx and target.capability == _TIMED)
 
 

@@ -11,13 +11,21 @@ from scan_registry.kernels.linear_scan import (
     constant_gate,
     multi_cta,
     narrow,
+    one_gate,
     registers,
     scalar,
     short_rows,
     streams,
 )
 from scan_registry.kernels.linear_scan.problem import Direction, LinearScanProblem
-from scan_registry.kernels.linear_scan.space import CONSTANT_GATE, MULTI_CTA, NARROW, SCALAR, SHORT
+from scan_registry.kernels.linear_scan.space import (
+    CONSTANT_GATE,
+    MULTI_CTA,
+    NARROW,
+    ONE_GATE,
+    SCALAR,
+    SHORT,
+)
 from scan_registry.kernels.model import Launch, Variant
 
 
@@ -45,6 +53,7 @@ _OF_ACCESS: dict[str, Design] = {
     MULTI_CTA: multi_cta,
     NARROW: narrow,
     CONSTANT_GATE: constant_gate,
+    ONE_GATE: one_gate,
     SCALAR: scalar,
     SHORT: short_rows,
 }

@@ -8,7 +8,14 @@ from itertools import product
 
 from scan_registry.kernels.linear_scan import narrow
 from scan_registry.kernels.linear_scan.problem import Direction
-from scan_registry.kernels.linear_scan.space import MISALIGNED, MULTI_CTA, NARROW, VARLEN, Tile
+from scan_registry.kernels.linear_scan.space import (
+    MISALIGNED,
+    MULTI_CTA,
+    NARROW,
+    ONE_GATE,
+    VARLEN,
+    Tile,
+)
 from scan_registry.kernels.model import ITEM_SIZE
 
 #: Bytes of shared memory that all CTAs of an SM may have together.
@@ -235,7 +242,7 @@ def shared(direction: Direction, dtype: str, access: str, tile: Tile) -> int:
     """Bytes of a CTA's ring."""
     if access == NARROW:
         return narrow.ring_bytes(direction, tile)
-    inputs = 2 if direction == "forward" else 3
+    inputs = (2 if direction == "forward" else 3) - (access == ONE_GATE)
     ring = int(tile["stages"]) * int(tile["warps"])
     if "pieces" in tile:
         pieces = inputs * 32 * int(tile["pieces"])

@@ -41,12 +41,14 @@ SCALAR = "scalar"
 CONSTANT_GATE = "constant_gate"
 #: Short rows of contiguous time, without gaps between rows.
 SHORT = "short"
+#: Long aligned rows of contiguous time, each with one gate for all time steps.
+ONE_GATE = "one_gate"
 #: Misaligned rows of contiguous channels, in columns that several CTAs share.
 MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
 #: chosen.
 PLAIN = {
-    "time_last": ("aligned", SHORT, MISALIGNED),
+    "time_last": ("aligned", SHORT, MISALIGNED, ONE_GATE),
     "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
 }
 

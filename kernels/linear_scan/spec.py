@@ -6,7 +6,8 @@ Sources: ``time_last_*.cu``, ``channel_last_*.cu``, ``reduction.cu`` and ``gates
 Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``varlen`` packed sequences, ``misaligned`` rows off
 16-byte boundaries, ``multi_cta`` such rows in few columns of 16-bit elements, ``narrow`` few contiguous channels of float32 at any
 address, ``scalar`` contiguous channels at any address, in tiles that look back, ``constant_gate`` few such channels with one gate
-for all steps, ``short`` short rows of contiguous time without gaps; ``generic`` takes all.
+for all steps, ``short`` short rows of contiguous time without gaps, ``one_gate`` long ones with one gate for all
+steps; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -164,6 +165,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         # The first row of each scan in a tile starts a new one.
         **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),
         **({"SHORT_ROWS": 1} if access == space.SHORT else {}),
+        **({"ONE_GATE": 1} if access == space.ONE_GATE else {}),
         **({"MISALIGNED": 1} if access == space.MULTI_CTA else {}),
         "STAGES": 0,
         "PREFIX_LEAD": 0,

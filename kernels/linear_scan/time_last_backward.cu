@@ -24,9 +24,9 @@ struct Backward {
 
 template <bool TURNED>
 struct BackwardTiles {
-    using Tiles = Ring<3, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
+    using Tiles = Ring<GATES + 2, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
     using TilePrefix = RowTilePrefix;
-    enum : int { SCANS = 1, HELD = 1 };
+    enum : int { SCANS = 1, HELD = 1, GRADS = GATES, STATES = GATES + 1 };
     static_assert(!CUT || (TIMES % SUM_STEPS == 0 && TIMES <= 4 * SUM_STEPS), "or a tile has no room for its sum");
     const Backward& of;
     const Scans& scans;
@@ -34,11 +34,11 @@ struct BackwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        if (of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, BackwardStep::Padding::GATE);
-        else copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return BackwardStep::Padding::GATE; });
-        copy_in<TURNED>(ring, 1, of.grads, at, scans, [](unsigned) { return BackwardStep::Padding::GRAD; });
+        if (GATES && of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, BackwardStep::Padding::GATE);
+        else if (GATES) copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return BackwardStep::Padding::GATE; });
+        copy_in<TURNED>(ring, GRADS, of.grads, at, scans, [](unsigned) { return BackwardStep::Padding::GRAD; });
         if (!of.gates_grad.first && !of.sums) return;
-        copy_in<TURNED>(ring, 2, of.states, at, scans, [](unsigned) { return BackwardStep::Padding::STATE; });
+        copy_in<TURNED>(ring, STATES, of.states, at, scans, [](unsigned) { return BackwardStep::Padding::STATE; });
         if (at.lane >= SIDE) return;
         const unsigned row = at.first_row + at.lane;
         const i64 next = at.first + TIMES - scans.skip<TURNED>(at, row);
@@ -66,11 +66,12 @@ struct BackwardTiles {
         };
         tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, [](int) {}, close);
 #endif
+        const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         Affine map;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            const Piece<TURNED> grad{read_piece(ring.place(1, at.lane * PIECES + p))};
+            const auto gate = gates.piece(p);
+            const Piece<TURNED> grad{read_piece(ring.place(GRADS, at.lane * PIECES + p))};
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
                 map = compose(map, BackwardStep::map(gate.get(i), grad.get(i)));
@@ -93,17 +94,18 @@ struct BackwardTiles {
         const State* const initial_state = last < 0 ? nullptr : of.initial.of_row(scans, at, at.row());
         const State initial = initial_state ? *initial_state : State(0);
         State sum = State(0);
+        const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         uint4 results[2][PIECES];
         const State entering = h;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
             const int own = at.lane * PIECES + p;
-            Piece<TURNED> gate{read_piece(ring.place(0, own))};
-            Piece<TURNED> grad{read_piece(ring.place(1, own))};
-            const Piece<TURNED> states{read_piece(ring.place(2, own))};
+            const auto gate = gates.piece(p);
+            Piece<TURNED> grad{read_piece(ring.place(GRADS, own))};
+            const Piece<TURNED> states{read_piece(ring.place(STATES, own))};
             const bool past = p + 1 == PIECES && at.ends_row();
             const Piece<TURNED> next{read_piece(past ? ring.extra(at.lane / LANES)
-                                                     : ring.place(2, own + 1))};
+                                                     : ring.place(STATES, own + 1))};
             State for_gates[VECTOR], for_tokens[VECTOR];
 #pragma unroll
             for (int i = 0; i < VECTOR; i++) {
@@ -120,11 +122,15 @@ struct BackwardTiles {
                 for (int i = 0; i < VECTOR; i++)
                     sum = sum + (!MISALIGNED || inside.has(i) ? for_gates[i] : State(0));
             }
-            gate.set(for_gates), grad.set(for_tokens);
-            uint4* const gate_place = VARLEN ? &results[0][p] : ring.place(0, own);
-            uint4* const grad_place = VARLEN ? &results[1][p] : ring.place(1, own);
-            *gate_place = words_of(gate.chunk);
+            grad.set(for_tokens);
+            uint4* const grad_place = VARLEN ? &results[1][p] : ring.place(GRADS, own);
             *grad_place = words_of(grad.chunk);
+#if !ONE_GATE
+            Piece<TURNED> gate_grad;
+            gate_grad.set(for_gates);
+            uint4* const gate_place = VARLEN ? &results[0][p] : ring.place(0, own);
+            *gate_place = words_of(gate_grad.chunk);
+#endif
         }
 #if VARLEN
         __syncwarp();  // a neighbour has read states
@@ -138,8 +144,8 @@ struct BackwardTiles {
             }
 #endif
         meet_copiers();
-        if (of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
-        if (of.tokens_grad.first) copy_out<TURNED>(ring, 1, of.tokens_grad, at, scans);
+        if (GATES && of.gates_grad.first) copy_out<TURNED>(ring, 0, of.gates_grad, at, scans);
+        if (of.tokens_grad.first) copy_out<TURNED>(ring, GRADS, of.tokens_grad, at, scans);
         if (!VARLEN && of.sums) add_up(tile, at, sum, tile_prefix);
     }
 #if VARLEN

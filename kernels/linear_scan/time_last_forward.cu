@@ -33,7 +33,7 @@ struct Forward {
 
 template <bool TURNED>
 struct ForwardTiles {
-    using Tiles = Ring<2, 32 * PIECES>;
+    using Tiles = Ring<GATES + 1, 32 * PIECES>;
     using TilePrefix = RowTilePrefix;
     enum : int { SCANS = 1, HELD = 1 };
     const Forward& of;
@@ -42,9 +42,9 @@ struct ForwardTiles {
     __device__ void fetch(const Tile& tile, int stage) const {
         const Position at(tile, scans);
         const Tiles ring(stage);
-        if (of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, ForwardStep::Padding::GATE);
-        else copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
-        copy_in<TURNED>(ring, 1, of.tokens, at, scans, [](unsigned) { return ForwardStep::Padding::TOKEN; });
+        if (GATES && of.one_gate) fill_in<TURNED>(ring, 0, of.gates, at, scans, ForwardStep::Padding::GATE);
+        else if (GATES) copy_in<TURNED>(ring, 0, of.gates, at, scans, [](unsigned) { return ForwardStep::Padding::GATE; });
+        copy_in<TURNED>(ring, GATES, of.tokens, at, scans, [](unsigned) { return ForwardStep::Padding::TOKEN; });
     }
     // Of a row of one sequence.
     __device__ const State* before(unsigned row, int) const {
@@ -63,11 +63,12 @@ struct ForwardTiles {
         const auto close = [&](int k) { element<TURNED>(ring, 0, k) = closed(element<TURNED>(ring, 0, k)); };
         tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, close, [](int) {});
 #endif
+        const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         Affine map;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+            const auto gate = gates.piece(p);
+            const Piece<TURNED> token{read_piece(ring.place(GATES, at.lane * PIECES + p))};
 #pragma unroll
             for (int i = 0; i < VECTOR; i++)
                 map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
@@ -83,12 +84,13 @@ struct ForwardTiles {
         const Tiles ring(stage);
         State x = tile_prefix.enter(tile, at, scans.grid.levels, of.initial.of_row(scans, at, at.row()),
                                     of.last.of_row(scans, at, at.row()));
+        const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         uint4 results[PIECES];
         const State entering = x;
 #pragma unroll
         for (int p = 0; p < PIECES; p++) {
-            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-            uint4* const place = ring.place(1, at.lane * PIECES + p);
+            const auto gate = gates.piece(p);
+            uint4* const place = ring.place(GATES, at.lane * PIECES + p);
             Piece<TURNED> piece{read_piece(place)};
             State out[VECTOR];
 #pragma unroll
@@ -102,10 +104,10 @@ struct ForwardTiles {
                                 finish_marked(ring, at, entering);
         if (!is_scanned)
 #pragma unroll
-            for (int p = 0; p < PIECES; p++) *ring.place(1, at.lane * PIECES + p) = results[p];
+            for (int p = 0; p < PIECES; p++) *ring.place(GATES, at.lane * PIECES + p) = results[p];
 #endif
         meet_copiers();
-        copy_out<TURNED>(ring, 1, of.states, at, scans);
+        copy_out<TURNED>(ring, GATES, of.states, at, scans);
     }
 #if VARLEN
     // The same for a lane, if sequences start or end among its elements.

@@ -20,6 +20,9 @@
 // Zero times a number that is not finite is not zero: a lane whose result is not finite, or that needs a sequence's own states,
 // scans its elements once more, with a `Cursor`.
 //
+// ONE_GATE: rows are cut, and each has one gate for all time steps, which stays in registers. So tiles without gates are copied, and
+// more of them fit.
+//
 // Each warp has tiles and states of its own, and waits for no other warp while it scans.
 #pragma once
 enum : bool { CUT = PREFIX_LEAD > 0 };
@@ -48,7 +51,12 @@ enum : int {
 };
 // Sums of a row for which there is room (problem.py).
 __device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
-static_assert(WARPS == 1 && (!CUT || LANES == 32) && (!VARLEN || CUT));
+#if ONE_GATE
+enum : int { GATES = 0 };  // tiles of gates in a stage
+#else
+enum : int { GATES = 1 };
+#endif
+static_assert(WARPS == 1 && (!CUT || LANES == 32) && (CUT || (!VARLEN && GATES)));
 
 struct Position;
 
@@ -257,6 +265,31 @@ __device__ void fill_in(const Ring& ring, int input, const Rows& gates, const Po
         *ring.place(input, turn.piece) = piece_of(turn.inside ? gate : outside);
     }
 }
+
+// The gates of a lane's pieces. One for all leaves states as they are past the row's end.
+template <bool TURNED, class Ring>
+struct Gates {
+    const Position& at;
+#if ONE_GATE
+    struct Piece {
+        State gate;
+        __device__ State get(int) const { return gate; }
+    };
+    const i64 left;
+    const State gate;
+
+    __device__ Gates(const Ring&, const Rows& gates, const Position& at, const Scans& scans)
+        : at(at),
+          left(scans.time - scans.own_order<TURNED>(at)),
+          gate(Element::widen(gates.first[gates.strides.offset(at, at.first_row)])) {}
+    __device__ Piece piece(int p) const { return {p * VECTOR < left ? gate : State(1)}; }
+#else
+    const Ring& ring;
+
+    __device__ Gates(const Ring& ring, const Rows&, const Position& at, const Scans&) : at(at), ring(ring) {}
+    __device__ Piece<TURNED> piece(int p) const { return {read_piece(ring.place(0, at.lane * PIECES + p))}; }
+#endif
+};
 
 // The elements of a piece that are the row's own.
 struct Own {

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from scan_registry.kernels.linear_scan import rings, streams
 from scan_registry.kernels.linear_scan.problem import ceil_div
 from scan_registry.kernels.linear_scan.registers import channel_last_tile, time_last_tile
-from scan_registry.kernels.linear_scan.space import MISALIGNED, VARLEN
+from scan_registry.kernels.linear_scan.space import MISALIGNED, ONE_GATE, VARLEN
 from scan_registry.kernels.model import ITEM_SIZE, Variant
 from scan_registry.kernels.tuning import Shape
 
@@ -152,8 +152,10 @@ def _least_with_shared_gates(of: Geometry, sizes: Mapping[str, float], work: Wor
 def _serves(text: str, shape: Shape) -> bool:
     """Whether the variant is for problems of that kind, or for all of its dtypes."""
     statics, dtypes = text.rpartition(":")[2], shape.kind.partition("access=")[0]
-    there = f"{shape.kind},", f"{dtypes}access=generic,"
-    return shape.sizes["sequences"] == 1 and statics.startswith(there)
+    there = [f"{shape.kind},", f"{dtypes}access=generic,"]
+    if shape.sizes["broadcast"] != 1 and shape.kind == f"{dtypes}access=aligned":
+        there.append(f"{dtypes}access={ONE_GATE},")
+    return shape.sizes["sequences"] == 1 and statics.startswith(tuple(there))
 
 
 @lru_cache(maxsize=4096)

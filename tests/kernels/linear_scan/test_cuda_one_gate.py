@@ -16,6 +16,8 @@ from selecting import like
 
 from scan_registry.hardware.target import RELEASED, Target
 from scan_registry.kernels.linear_scan import cases, streams
+from scan_registry.kernels.linear_scan.op.bench import Case
+from scan_registry.kernels.linear_scan.op.operator import OPERATOR
 from scan_registry.kernels.linear_scan.spec import FAMILY
 
 ONE_GATE_A_ROW = (
@@ -59,6 +61,52 @@ def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
                     assert case.error() <= cases.TOLERANCE[dtype], str(trial)
                     checked += 1
     assert checked
+
+
+@pytest.mark.parametrize("name", ["time_last_forward", "time_last_backward"])
+def test_tiles_of_long_rows_may_have_no_gates(
+    name: str, cuda_emulator: ModuleType, tmp_path: Path
+) -> None:
+    """Rows that end in a tile, and batches that share gates, in either order of time."""
+    torch.manual_seed(0)
+    kernel = FAMILY.kernel(name, "cuda")
+    variant = like(kernel, {"dtype": "float32", "access": "one_gate"})
+    library = cuda_emulator.emulated(kernel, variant, tmp_path)
+    for shape, setting in product(((2, 2, 4112), (1, 1, 25_604)), ONE_GATE_A_ROW):
+        case = cases.draw(shape, setting, "float32", "cpu").case(
+            name, aligned=True, sums=name == "time_last_backward"
+        )
+        assert kernel.rules.accepts(variant, case.problem) is None
+        library.run(case.problem, case.tensors, seed=shape[0])
+        assert case.error() <= cases.TOLERANCE["float32"], (shape, setting)
+
+
+@pytest.mark.parametrize(
+    ("case", "is_faster"),
+    [
+        ("time_last:64,1,480000:float32:gates=channel", True),
+        ("time_last:2,1,4194304:float32:gates=channel", True),
+        ("time_last:256,4,2048:float32:gates=channel", False),
+        ("time_last:64,1,480000:float32", None),
+    ],
+)
+def test_the_timing_model_says_where_tiles_without_gates_are_faster(
+    case: str, is_faster: bool | None
+) -> None:
+    kernel = FAMILY.kernel("time_last_forward", "cuda")
+    (problem, *_) = OPERATOR.posed(Case.parse(case), "forward")
+    shape = kernel.tunable.shape(problem)
+    tuning = next(t for t in kernel.tunable.timings() if t.capability == (9, 0) and t.model)
+
+    def best(access: str) -> float | None:
+        pins = f"gates=float32,access={access},"
+        texts = (str(v) for v in kernel.every if pins in str(v))
+        times = [kernel.tunable.predicted(tuning.model, text, shape, 132) for text in texts]
+        return min((ms for ms in times if ms is not None), default=None)
+
+    without, others = best("one_gate"), best("aligned")
+    assert others is not None
+    assert (without and without < others) == is_faster
 
 
 @pytest.mark.parametrize(
