@@ -1,4 +1,4 @@
-// What kernels/common/bulk_copy.cuh says in PTX, for the emulator. Copies are there at once.
+// What kernels/common/bulk_copy.cuh says in PTX, for the emulator. Threads that ask for copies also wait as they do for others.
 #pragma once
 #include "copy.cuh"
 
@@ -8,5 +8,8 @@ inline void copy_bulk(void* to, const void* from, int bytes, void*) {
     for (int i = 0; i < bytes; i += 16) emulator::copy_async(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, 16, 16);
 }
 inline void before_bulk_stores() {}
-inline void store_bulk(void* to, const void* from, int bytes) { memcpy(to, from, bytes); }
-inline void wait_for_bulk_stores_read() {}
+inline void store_bulk(void* to, const void* from, int bytes) {
+    copy_bulk(to, from, bytes, nullptr);
+    commit_copies();
+}
+inline void wait_for_bulk_stores_read() { wait_for_copies<0>(); }
