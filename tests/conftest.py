@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(
         "scan-registry",
         derandomize=not config.getoption("--fresh-numbers"),
-        max_examples=100 if config.getoption("--thorough") else 30,
+        max_examples=100 if config.getoption("--thorough") else 20,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow],
