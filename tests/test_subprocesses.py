@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 TESTS = Path(__file__).parent
 #: Words that keep the working folder out of ``sys.path``, and words that put it first.
 SAFE, UNSAFE = {"'-P'", "'-I'"}, {"'-c'", "'-m'"}
+
+#: What of a command matters here.
+_WORDS = re.compile("|".join(("sys.executable", *SAFE, *UNSAFE)))
 
 
 def expressions(node: ast.AST) -> set[str]:
@@ -26,7 +30,7 @@ def unsafe(source: str) -> Iterator[int]:
     named = {
         ast.unparse(each.targets[0]): expressions(each.value)
         for each in ast.walk(tree)
-        if isinstance(each, ast.Assign)
+        if isinstance(each, ast.Assign) and _WORDS.search(ast.unparse(each.value))
     }
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):

@@ -21,11 +21,15 @@ _OPENERS = {
     "NamedTemporaryFile": (0, "b"),
     "TemporaryFile": (0, "b"),
 }
+#: What stands in every source that has such a call: most have none, and need not be parsed.
+_MAY_BE = re.compile(r"(_text|open|TemporaryFile)\(|\b(text|universal_newlines)=")
 _MODE = re.compile(r"[rwxabt+]{1,4}")
 
 
 def unnamed(source: str) -> Iterator[int]:
     """The lines of calls that leave an encoding to the locale."""
+    if not _MAY_BE.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and _leaves_it_open(node):
             yield node.lineno

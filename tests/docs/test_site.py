@@ -101,7 +101,10 @@ def variables_read() -> set[str]:
     """Every environment variable that the package reads, from its sources."""
     result: set[str] = set()
     for path in package_files("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        if not re.search(r"SCAN_REGISTRY_|environ|getenv|flag\(", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 own = re.fullmatch(r"SCAN_REGISTRY_[A-Z_]+", node.value)
                 result |= {node.value} if own else set()

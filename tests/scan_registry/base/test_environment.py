@@ -92,4 +92,6 @@ def test_a_variable_that_is_taken_as_a_flag_is_seen(source: str, lines: list[int
 
 def test_nothing_is_on_because_a_variable_is_set() -> None:
     sources = {p: p.read_text(encoding="utf-8") for p in PACKAGE.rglob("*.py")}
-    assert {str(p): lines for p, text in sources.items() if (lines := taken_as_flags(text))} == {}
+    reading = {p: text for p, text in sources.items() if "environ" in text or "getenv" in text}
+    assert reading
+    assert {str(p): lines for p, text in reading.items() if (lines := taken_as_flags(text))} == {}
