@@ -18,7 +18,7 @@ __all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress"
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, but it takes
 #: longer to reach the last binary of a chunk: 10 ms a megabyte. Small chunks are for the binaries that are used most.
-SIZE, SMALL = 1 << 21, 1 << 18
+SIZE, SMALL = 1 << 21, 3 << 17
 #: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
 #: decompressing it would take a tenth of a first call.
 PLAIN, OFTEN = 26 << 10, 20
