@@ -95,6 +95,7 @@ SMALL: tuple[Shape, ...] = (
     (1, 1101, 513),
     (2, 34, 1100),
     (1, 1729, 513),
+    (2, 3, 4112),
 )
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
@@ -123,6 +124,7 @@ THOROUGH: tuple[Shape, ...] = (
     (200, 21, 70),
     (1, 1101, 700),
     (1, 1729, 600),
+    (2, 3, 4112),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

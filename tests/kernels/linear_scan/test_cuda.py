@@ -30,6 +30,8 @@ LONG = ((1, 8, 12000), (1, 1, 24000))
 #: One scan has larger groups, and of wide numbers the smallest segments.
 GROUPED = {"complex64": ((1, 1, 140_000),)}
 LASTING = cases.Setting(states=True, lasting=True)
+#: Rows so long that they are cut though the gradient of their only gates is summed.
+SUMMED = (1, 2, 4112), cases.Setting(states=True, broadcast=("time",))
 
 
 #: Parameters of which one value is emulated like the other: how many blocks an SM has room for, and how many of more than a
@@ -140,6 +142,7 @@ def long(dtype: str) -> tuple[cases.Trial, ...]:
     torch.manual_seed(1)
     posed = [*product(LONG, (LASTING, replace(LASTING, reverse=True)))]
     posed += [(shape, LASTING) for shape in GROUPED.get(dtype, ())]
+    posed += [SUMMED] if dtype == "float32" else []
     return tuple(cases.draw(*each, dtype, "cpu") for each in posed)
 
 
