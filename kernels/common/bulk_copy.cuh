@@ -2,15 +2,15 @@
 #pragma once
 #include "../common/copy.cuh"
 
-// A barrier in shared memory that opens, once, when one thread has arrived and all bytes are there that were asked for.
-// By one thread, before the CTA meets.
+// An mbarrier for one use, in phase 0: it completes when one thread has arrived and all bytes asked for are there. One thread
+// initialises it before a __syncthreads().
 __device__ inline void init_bulk_barrier(u64* barrier) {
     asm volatile(
         "mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
         "fence.mbarrier_init.release.cluster;" ::"r"(unsigned(__cvta_generic_to_shared(barrier)))
         : "memory");
 }
-// Whoever asked for copies waits for them.
+// The thread that asked for the copies calls this, once. Other threads see the bytes after the next __syncthreads().
 __device__ inline void wait_for_bulk_copies(u64* barrier) {
     asm volatile(
         "{ .reg .pred done; .reg .b64 state;\n"
@@ -27,12 +27,12 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, u64* bar
         "l"(from), "r"(bytes), "r"(unsigned(__cvta_generic_to_shared(barrier))), "l"(leaves_last())
         : "memory");
 }
-// To global memory. Threads that wrote what is to be copied call `before_bulk_stores`, and meet.
+// To global memory. All threads that wrote the bytes to shared memory first call `before_bulk_stores`, and then __syncthreads().
 __device__ inline void before_bulk_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void store_bulk(void* to, const void* from, int bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n\tcp.async.bulk.commit_group;" ::"l"(to),
                  "r"(unsigned(__cvta_generic_to_shared(from))), "r"(bytes)
                  : "memory");
 }
-// Until the thread's stores have read shared memory, which may not go before.
+// Waits until the thread's stores have read shared memory: a CTA may not end before.
 __device__ inline void wait_for_bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

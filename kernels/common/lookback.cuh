@@ -42,8 +42,8 @@ struct Tile {
     unsigned level, column;
 };
 
-// Of packed sequences, `warps` may be above 0: columns are not cut then, so many tile warps of each CTA have one, and no warp waits for
-// another.
+// Where sequences are packed, `warps` says how columns are scanned. If it is 0, columns are cut into segments, and CTAs look back.
+// Otherwise the first `warps` tile warps of each CTA scan a whole column each, and no warp waits for another.
 struct Grid {
     unsigned columns, levels;
 #if VARLEN

@@ -2,8 +2,8 @@
 // state.
 //
 // An aggregate takes MAP_LINES pieces of 16 bytes. Each piece holds three 32-bit words of data and a flag that is not
-// zero, and travels in one atomic store and one atomic load, so no fence is needed. The host zeroes the memory before
-// the launch.
+// zero, and travels in one atomic store and one atomic load, so no fence is needed. The memory is zeroed before, by the host or by the
+// first CTA.
 #pragma once
 #include "../common/affine.cuh"
 #include "../common/global_memory.cuh"

@@ -174,8 +174,7 @@ __device__ void run_column(const Backward& of, const Column& column, const State
 
 // All pointers but gates and states_grad may be null; states are needed only for gates_grad.
 // flags: 1 if x[t] follows from x[t+1]; 2 if gates_grad is to be summed over time, where each channel has
-// one gate: then it points to State, and lies as initial_state does; and four times the
-// time steps of a warp (single_wave.cuh).
+// one gate: then it points to State, and lies as initial_state does. The bits from 2 on are as for the forward kernel.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_backward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ states,
     const Storage* __restrict__ states_grad, const State* __restrict__ initial_state,
@@ -301,7 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     run_single_wave(BackwardPass<false>(of, column, before, after_grad), wave);
 #elif CTAS_PER_COLUMN > 1
     const Column own = column.with(place_of(ColumnCta::own_channel()));
-    // Wide columns, and forward all, share too few sectors to be worth the wait.
+    // Only backward kernels of misaligned columns of 64 channels wait for the columns beside them (`await_beside`). For wide columns,
+    // and forward, waiting costs more than the shared sectors save.
     const int columns_across = MISALIGNED && CHANNELS == 64 ? int((channels + CHANNELS - 1) / CHANNELS) : 0;
     ColumnCta column_cta(cta, workspace, states_of(final_state_grad, own), states_of(initial_state_grad, own), columns_across);
     column_cta.run(BackwardPass<false>(of, column, before, after_grad), time);

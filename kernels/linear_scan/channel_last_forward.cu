@@ -201,7 +201,8 @@ struct Finishing {
 #endif
 
 // initial_state, final_state and offsets may be null. flags: bit 0 is set if x[t] follows from x[t+1]; bit 1 is unused here;
-// the bits from 2 on are the number of time steps of a warp (single_wave.cuh).
+// the bits from 2 on are the number of time steps of a warp (single_wave.cuh), of CTAs of a column (multi_cta_column.cuh), or the shape
+// of a tile (TileShape in scalar_tiles.cuh).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channel_last_forward(
     const GateStorage* __restrict__ gates, const Storage* __restrict__ tokens,
     const State* __restrict__ initial_state, Storage* __restrict__ states,

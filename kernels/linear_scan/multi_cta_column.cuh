@@ -36,7 +36,7 @@ static_assert(CHANNELS % 32 == 0 && LANES_ACROSS == 32);
 static_assert(!COMPENSATED && !VARLEN);
 // Pause between two polls of one address; a poll takes about a microsecond.
 enum : unsigned { LOOK_AGAIN_NS = 40 };
-enum : int { MOST_LOOKS = 8 };  // at the columns beside, which may not have started
+enum : int { MOST_LOOKS = 8 };  // polls of the columns beside: bounded, as their CTAs may not have started
 enum : int { COUNTER = 256 };  // bytes before the descriptors, so that a warp's are in whole 128-byte lines
 
 // The CTA's column, and its rank among the CTAs that share the column.

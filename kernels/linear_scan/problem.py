@@ -114,10 +114,10 @@ class LinearScanProblem:
         """Of the four dimensions."""
         return self.outer, self.batch, self.channels, self.time
 
-    def scalars(self, rows: int = 0) -> dict[str, int]:
-        """Every integer parameter of the kernels, by name. ``rows`` is how many time steps a warp has, where
-        columns are read in a single wave."""
-        return {**self._scalars, "flags": self._scalars["flags"] + 4 * rows}
+    def scalars(self, launch: int = 0) -> dict[str, int]:
+        """Every integer parameter of the kernels, by name. ``launch`` is what the launch says in the bits of ``flags`` from 2 on, such
+        as the time steps of a warp or the shape of a tile: see the kernel."""
+        return {**self._scalars, "flags": self._scalars["flags"] + 4 * launch}
 
     @cached_property
     def _scalars(self) -> dict[str, int]:

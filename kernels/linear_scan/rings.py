@@ -277,7 +277,11 @@ def _static_shared(dtype: str, tile: Tile) -> int:
     if "single_wave" in tile:
         channels, threads = 32 * int(tile["vector"]), 32 * int(tile["warps"])
         of_map, words = (8, 2) if ITEM_SIZE[dtype] < 4 else (12, 1)
-        return channels * int(tile["warps"]) * (of_map + 4) + threads * words * of_map
+        across = channels + 2  # so that maps of one channel lie in different banks
+        return (
+            across * int(tile["warps"]) * (of_map + 4)
+            + (threads * words + 2 * int(tile["warps"])) * of_map
+        )
     if "prefix_lead" not in tile:
         return 0
     turns, state = int(tile["prefix_lead"]) + 1, max(4, ITEM_SIZE[dtype])

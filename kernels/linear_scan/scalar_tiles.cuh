@@ -14,7 +14,8 @@ enum : int { THREADS = 32 * WARPS };
 #include "../common/tile_state.cuh"
 #include "../common/workspace_init.cuh"
 #include "../linear_scan/step.cuh"
-// Whether tiles without gaps between their rows move in one copy. Other archives than that of 9.0 have no room for that.
+// Whether a tile without gaps between its rows moves in one bulk copy. Only in builds for sm_90: with this code the archives of other
+// architectures would exceed their size limits.
 enum : bool { BULK = __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000 };
 enum : int {
     PIECE = 16,
@@ -185,7 +186,7 @@ struct Movers {
 template <class Piece>
 __device__ inline void for_pieces(const Rows& rows, const Layout& layout, const Movers& movers, const Position& at, int tile,
                                   int begin, int end, const Piece& piece) {
-    const bool is_one = !BULK && at.dense;  // row
+    const bool is_one = !BULK && at.dense;  // whether all rows of the tile are copied as a single one
     const int bytes = (is_one ? end - begin : 1) * at.channels * ITEM, after = is_one ? begin + 1 : end;
     if (movers.line >= movers.lines) return;
 #pragma unroll 1

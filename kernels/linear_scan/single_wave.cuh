@@ -48,9 +48,9 @@ struct Part {
     __device__ int before() const { return (number * WARPS + int(threadIdx.x / 32)) * run; }
 };
 
-// The exchange between the runs of a column. A thread composes maps of VECTOR channels from `served` on, whichever it scans:
-// those of the runs of its CTA, and those of slices of the earlier parts, of which lanes side by side have one each. It reads
-// maps of earlier parts so that neighbouring threads have neighbouring channels.
+// The exchange between the runs of a column. Each thread composes maps of the VECTOR channels from `served` on, which need not be
+// the channels that it scans. WARPS neighbouring lanes serve the same channels: lane `place` of them has the run of warp `place`, and
+// slice `place` of the earlier parts. Maps of earlier parts are read so that neighbouring threads have neighbouring channels.
 struct SingleWave {
     const Part part;
     const int lane = threadIdx.x % 32, place = lane % WARPS, served = first_served();

@@ -47,13 +47,19 @@ COUNTER = 256
 LEAST_GROUP = 16
 #: CTAs that keep a GPU busy.
 _MANY = 64
-#: Packed rows: what a turn takes where each warp has whole rows, and where rows are cut, and what looking back takes beside turns.
-#: Tiles of a row up to which warps may have several whole ones, and from which idle warps of a row's last segment are of no account.
-_WHOLE_TURN, _CUT_TURN, _LOOKBACK, _FEW_TILES, _MANY_TILES = 2, 3, 6, 8, 1024
-#: Steps of a row in which sequences are packed or the gradient of gates is summed, and of a sequence in the mean, from which
-#: variants with segments take rows; elements of packed rows from which they take shorter ones, too, and steps of these, at least; and a
-#: cost beyond all others.
-_LEAST_ROW, _LEAST_MEAN, _LARGE, _SHORT_ROW, _PREFERRED = 4096, 64, 3 << 17, 192, 1e6
+#: Packed rows: the relative time of a turn where each warp has whole rows, and where rows are cut; and that of looking back, which a
+#: cut launch takes besides.
+_WHOLE_TURN, _CUT_TURN, _LOOKBACK = 2, 3, 6
+#: Packed rows: the most tiles of a row for which a warp may have several whole rows; and tiles of a row from which idle warps in its
+#: last segment do not matter.
+_FEW_TILES, _MANY_TILES = 8, 1024
+#: The least steps of a row that is cut, if sequences are packed in it or the gradient of gates is summed; and the least steps of a
+#: sequence in the mean.
+_LEAST_ROW, _LEAST_MEAN = 4096, 64
+#: Elements of all packed rows from which rows of the second number of steps are cut, too.
+_LARGE, _SHORT_ROW = 3 << 17, 192
+#: A cost beyond all others.
+_PREFERRED = 1e6
 #: Of whole rows in which the gradient of gates is summed, for which no table has times: the steps that take as long as a turn does
 #: beside its steps, and steps of a row from which that counts.
 _TURN, _SEVERAL_TURNS = 128, 1024
@@ -217,7 +223,8 @@ def cost(variant: Variant, problem: LinearScanProblem) -> float:
 def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
     """The share of a variant's work that the problem needs. Scans that are cut: how full segments are, since a CTA
     waits for all of its warps, whether each has a tile or not. Single wave: how full columns are, since a column of
-    few channels takes as long as a full one. Other variants load nothing beyond the problem: 1."""
+    few channels takes as long as a full one. Other variants load nothing beyond the problem: 1; nor do those of packed rows of
+    contiguous time, which follow one another."""
     if ",prefix_lead=" not in text and ",single_wave=" not in text:
         return 1.0
     try:
@@ -225,6 +232,8 @@ def tile_efficiency(text: str, sizes: Mapping[str, float]) -> float:
         if _is_single_wave(variant):
             channels = sizes["channels"]
             return channels / (math.ceil(channels / scans(variant)) * scans(variant))
+        if variant.text("access") == VARLEN and variant.kernel.startswith("time_last"):
+            return 1.0
         segment = times(variant) * rings.tile_warps(dict(variant.statics))
         return time / (math.ceil(time / segment) * segment)
     except (ArithmeticError, LookupError, TypeError, ValueError):

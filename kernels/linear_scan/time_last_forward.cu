@@ -275,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
 #ifdef REVERSE
-    flags = REVERSE;
+    flags = (flags & ~i64(1)) | REVERSE;
 #endif
 #if SHORT_ROWS
     const Tile tile(batch * channels, time, flags & 1, flags);

@@ -76,7 +76,7 @@ struct Scans {
     int most_skipped;
 #if VARLEN
     unsigned together, tiles;  // rows of a column, and tiles of a row
-    unsigned rows_per_tile;    // times 2³¹, rounded up; 0 where a column has one row
+    unsigned rows_per_tile;    // 2³¹ / tiles, rounded up: level * rows_per_tile >> 31 is level / tiles. 0 if a column has one row
     bool has_one_batch;
 #endif
     Grid grid;
@@ -100,7 +100,8 @@ struct Scans {
 #endif
 
 #if VARLEN
-    // The row of a tile. Past the end of its column it is the last one, past whose end the tile then is.
+    // The row of a tile. A tile past the end of its column counts as one of the column's last row, past that row's last step, so it
+    // reads and writes nothing.
     __device__ unsigned row_of(const Tile& tile) const {
         const unsigned begin = tile.column * together, row = begin + unsigned(u64(tile.level) * rows_per_tile >> 31);
         const unsigned end = begin + together < unsigned(rows) ? begin + together : unsigned(rows);

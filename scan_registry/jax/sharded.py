@@ -52,8 +52,8 @@ def exponentials_over(
     axis_name: str,
     options: Any,
 ) -> list[Any]:
-    """Likewise, of a ``scan`` of operands and options, named tuples, whose gates are exponentials of step sizes. ``product`` is that of all gates;
-    operands' D and z have no part in states."""
+    """Likewise, of a ``scan`` of operands and options, named tuples, whose gates are exponentials of step sizes. ``product``
+    is that of all gates; operands' D and z have no part in states."""
     kind, with_final = type(operands), options._replace(final=True)
 
     def run(arrays: Arrays, state: Any) -> list[Any]:
