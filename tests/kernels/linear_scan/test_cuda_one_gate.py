@@ -96,7 +96,7 @@ def test_the_timing_model_says_where_tiles_without_gates_are_faster(
     kernel = FAMILY.kernel("time_last_forward", "cuda")
     (problem, *_) = OPERATOR.posed(Case.parse(case), "forward")
     shape = kernel.tunable.shape(problem)
-    tuning = next(t for t in kernel.tunable.timings() if t.capability == (9, 0) and t.model)
+    tuning = next(t for t in kernel.tunable.tunings() if t.capability == (9, 0) and t.model)
 
     def best(access: str) -> float | None:
         pins = f"gates=float32,access={access},"
