@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,21 @@ ONE_GATE = (
 )
 
 
+def checks_of(library: Any, pairs: Iterable[tuple[cases.Shape, cases.Setting]]) -> tuple[int, int]:
+    """Launches an emulated variant on what it takes of these shapes and settings. Returns how many results are right, without sums of the gates'
+    gradient and with them."""
+    kernel, dtype, checked = library.kernel, library.variant.text("dtype"), [0, 0]
+    for shape, setting in pairs:
+        trial = cases.draw(shape, setting, dtype, "cpu")
+        for sums in (False, True) if kernel.name.endswith("backward") else (False,):
+            case = trial.case(kernel.name, aligned=True, sums=sums)
+            if kernel.rules.accepts(library.variant, case.problem) is None:
+                library.run(case.problem, case.tensors, seed=sum(checked))
+                assert case.error() <= cases.TOLERANCE[dtype], str(trial)
+                checked[sums] += 1
+    return checked[0], checked[1]
+
+
 @pytest.mark.parametrize(
     ("dtype", "access", "tile"),
     in_turn(
@@ -52,14 +69,7 @@ def test_rows_with_one_gate_are_scanned_and_its_gradient_summed(
         variant = like(kernel, {"dtype": dtype, "access": access, **tile})
         library = cuda_emulator.emulated(kernel, variant, tmp_path)
         shapes = (2, 5, 720), (1, 3, 2500), (1, 40, 33)
-        for shape, setting in zip(shapes, ONE_GATE_A_ROW, strict=True):
-            trial = cases.draw(shape, setting, dtype, "cpu")
-            for sums in (False, True) if name == "time_last_backward" else (False,):
-                case = trial.case(kernel.name, aligned=True, sums=sums)
-                if kernel.rules.accepts(variant, case.problem) is None:
-                    library.run(case.problem, case.tensors, seed=checked)
-                    assert case.error() <= cases.TOLERANCE[dtype], str(trial)
-                    checked += 1
+        checked += sum(checks_of(library, zip(shapes, ONE_GATE_A_ROW, strict=True)))
     assert checked
 
 
@@ -189,14 +199,9 @@ def test_few_channels_with_one_gate_each_are_scanned_and_its_gradient_summed(
         kernel = FAMILY.kernel(name, "cuda")
         variant = like(kernel, {"dtype": dtype, "access": "aligned", "prefix_lead": 1})
         library = cuda_emulator.emulated(kernel, variant, tmp_path)
-        for shape, setting in product(((2, 48, 40), (1, 16, 3000), (3, 8, 300)), ONE_GATE[:2]):
-            trial = cases.draw(shape, setting, dtype, "cpu")
-            for sums in (False, True) if name == "channel_last_backward" else (False,):
-                case = trial.case(kernel.name, aligned=True, sums=sums)
-                if kernel.rules.accepts(variant, case.problem) is None:
-                    library.run(case.problem, case.tensors, seed=checked)
-                    assert case.error() <= cases.TOLERANCE[dtype], str(trial)
-                    checked += sums or name == "channel_last_forward"
+        shapes = (2, 48, 40), (1, 16, 3000), (3, 8, 300)
+        without, summed = checks_of(library, product(shapes, ONE_GATE[:2]))
+        checked += summed or without
     assert checked == 12
 
 
