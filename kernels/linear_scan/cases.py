@@ -87,7 +87,8 @@ OPTIONS = (
 #: place: sums that do not decay, of gates that stay the same, are as short as to be right step by step in
 #: float32, as the CPU makes them.
 QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
-#: Few that reach every kernel: also that of narrow rows, which takes many batches, and that of few channels with one gate.
+#: Few that reach every kernel: also that of narrow rows, which takes many batches, that of few channels with one gate, and that of long
+#: rows with one gate, whose gradient is summed from 4096 steps on.
 SMALL: tuple[Shape, ...] = (
     *QUICK,
     (66, 21, 40),

@@ -24,7 +24,7 @@ _LEAST_WIDE_CTAS = 3
 _FEW_CTAS, _MANY_CTAS = 4, 8
 #: Steps below which no CTA has several tiles.
 _LEAST_TIME = 512
-#: Channels of a narrow column. Wide ones have twice as many, and as many CTAs with twice the work: they share fewer sectors.
+#: Channels of a narrow column. A wide one has twice as many, so fewer columns lie side by side and share sectors of memory.
 _CHANNELS = 64
 #: Channels of a thread in narrow and wide columns. Of wide ones, the steps of a thread.
 _NARROW, _WIDE = 2, 4

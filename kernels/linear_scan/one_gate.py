@@ -30,8 +30,7 @@ def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
 
 
 def shared(direction: Direction, variant: Variant) -> int:
-    tile = {name: value for name, value in variant.statics if isinstance(value, int)}
-    return rings.shared(direction, variant.text("dtype"), ONE_GATE, tile)
+    return rings.shared(direction, variant.text("dtype"), ONE_GATE, dict(variant.statics))
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:

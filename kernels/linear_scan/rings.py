@@ -275,13 +275,9 @@ def _static_shared(dtype: str, tile: Tile) -> int:
         groups = 32 * int(tile["warps"]) * vector + int(tile["lanes_across"]) * vector
         return groups * ((int(tile["aggregate_lead"]) + 1) * 8 + 2 * 4)
     if "single_wave" in tile:
-        channels, threads = 32 * int(tile["vector"]), 32 * int(tile["warps"])
-        of_map, words = (8, 2) if ITEM_SIZE[dtype] < 4 else (12, 1)
-        across = channels + 2  # so that maps of one channel lie in different banks
-        return (
-            across * int(tile["warps"]) * (of_map + 4)
-            + (threads * words + 2 * int(tile["warps"])) * of_map
-        )
+        across = 32 * int(tile["vector"]) + 2  # so that maps of one channel lie in different banks
+        of_map = 8 if ITEM_SIZE[dtype] < 4 else 12
+        return across * int(tile["warps"]) * (2 * of_map + 4)
     if "prefix_lead" not in tile:
         return 0
     turns, state = int(tile["prefix_lead"]) + 1, max(4, ITEM_SIZE[dtype])

@@ -134,9 +134,8 @@ class TestRnn(OperatorTests):
         return torch.cat(each, 2)
 
     def checks(self, case: str) -> Iterator[Any]:
-        call = self.draw(
-            case, (2, 2, 1, 3), torch.float32
-        )  # of few steps, which are traced one by one
+        few_steps = (2, 2, 1, 3)  # as they are traced one by one
+        call = self.draw(case, few_steps, torch.float32)
         if call.others["cu_seqlens"] is not None:
             return
         small = ("test_schema", "test_faketensor", "test_autograd_registration")
