@@ -7,10 +7,9 @@ their total over states that share a gate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from scan_registry.base.frozen import dataclass
-from scan_registry.kernels.linear_scan.problem import MOST_ALONG_Y, ceil_div
+from scan_registry.kernels.linear_scan.problem import ceil_div
 from scan_registry.kernels.linear_scan.space import FAMILY_NAME
 from scan_registry.kernels.model import (
     Code,
@@ -24,23 +23,23 @@ from scan_registry.kernels.model import (
 )
 
 NAME = "gates_sum"
-POINTERS = ("sums", "gates_grad")
 _INTEGERS = (
-    *("totals", "kept", "outer", "inner", "part"),
-    *("sums_kept_outer", "sums_kept", "sums_outer", "sums_inner", "flags"),
+    *("totals", "kept", "rows", "columns"),
+    *("kept_outer_stride", "kept_stride", "row_stride", "column_stride", "flags"),
 )
 PARAMETERS = (
-    *(Parameter(name, "pointer") for name in POINTERS),
+    *(Parameter(name, "pointer") for name in ("sums", "gates_grad", "workspace")),
     *(Parameter(name, "i64") for name in _INTEGERS),
 )
 #: Of what sums are in, and dtypes of gates beside it, by their flags.
 DTYPES = ("float32", "float64", "complex64")
 _NARROWED = {"bfloat16": 1, "float16": 2}
-#: Sums of a total, from which it has parts, and sums of a part.
-_MANY, _OF_PART = 1 << 16, 1 << 13
-#: Totals, up to which each has a CTA; sums of a total, up to which totals share one; and sums of a lane, while a total has fewer lanes
-#: than a warp.
-_FEW_TOTALS, _FEW_SUMS, _OF_LANE = 1 << 10, 1 << 12, 8
+#: Sums that a thread loads at once. Where it has more than two times as many, totals have parts.
+_AT_ONCE = 16
+#: Bytes that a part leaves of a total.
+_OF_PART = 16
+#: Totals of a CTA that lie side by side, if there are few: a GPU reads 32 bytes at once.
+_SIDE_BY_SIDE = 8
 _MOST = 2**31 - 1
 
 
@@ -60,14 +59,12 @@ class GatesSumProblem:
     gates_dtype  of the totals
     kept         two dimensions of what there are totals of, which follow one another
     summed       two dimensions of what a total is of
-    parts        of a total
     """
 
     dtype: str
     gates_dtype: str
     kept: tuple[Dimension, Dimension]
     summed: tuple[Dimension, Dimension]
-    parts: int = 1
     direction: str = NAME
 
     @property
@@ -85,31 +82,38 @@ class GatesSumProblem:
         return outer.size * inner.size
 
     @property
-    def lanes(self) -> int:
-        """Those of a warp that add up a total, a power of two; 0 if a whole CTA does."""
+    def of_total(self) -> int:
+        """Sums of a total."""
         outer, inner = self.summed
-        if self.totals <= _FEW_TOTALS or outer.size * inner.size > _FEW_SUMS:
-            return 0
-        return min(32, 1 << (ceil_div(inner.size, _OF_LANE) - 1).bit_length())
+        return outer.size * inner.size
 
-    def scalars(self) -> dict[str, int]:
+    def across(self, threads: int, most: int) -> int:
+        """Totals of a CTA, a power of two: few, but that there are not more than so many CTAs. Lanes side by side read what
+        lies side by side: sums of one total, or of several."""
+        (_, kept), (_, inner) = self.kept, self.summed
+        several = inner.size == 1 or inner.stride > kept.stride
+        across = _SIDE_BY_SIDE if several else 1
+        while across < threads and ceil_div(self.totals, across) > most:
+            across *= 2
+        return min(across, 1 << (self.totals - 1).bit_length())
+
+    def scalars(self, across: int, threads: int) -> dict[str, int]:
         """Every integer parameter of the kernel, by name."""
-        (kept_outer, kept), (outer, inner) = self.kept, self.summed
-        values = self.totals, kept.size, outer.size, inner.size, ceil_div(inner.size, self.parts)
-        strides = kept_outer.stride, kept.stride, outer.stride, inner.stride
-        flags = _NARROWED.get(self.gates_dtype, 0) | self.lanes << 2
+        (kept_outer, kept), (rows, columns) = self.kept, self.summed
+        along, wide = threads // across, 1
+        # Threads take turns along the dimension of rows. Each has all columns, or those in one of `wide` places.
+        if rows.size == 1 or columns.size >= 2 * _AT_ONCE * along:
+            rows, columns = columns, rows
+        else:
+            wide = min(along, 1 << columns.size.bit_length() - 1)
+        values = self.totals, kept.size, rows.size, columns.size
+        strides = kept_outer.stride, kept.stride, rows.stride, columns.stride
+        flags = _NARROWED.get(self.gates_dtype, 0) | _log2(across) << 2 | _log2(wide) << 8
         return dict(zip(_INTEGERS, (*values, *strides, flags), strict=True))
 
-    def cut(self) -> tuple[GatesSumProblem, ...]:
-        """Itself, or where a total is of many sums, that of parts, and that of the totals of parts."""
-        inner = self.summed[1].size
-        if self.summed[0].size * inner <= _MANY:
-            return (self,)
-        parts = min(ceil_div(self.summed[0].size * inner, _OF_PART), inner, MOST_ALONG_Y)
-        totals = Dimension(1, 0), Dimension(self.totals, 1)
-        of_total = Dimension(1, 0), Dimension(parts, self.totals)
-        first = replace(self, gates_dtype=self.dtype, parts=parts)
-        return first, replace(self, kept=totals, summed=of_total)
+
+def _log2(number: int) -> int:
+    return number.bit_length() - 1
 
 
 def _folded(dimensions: Iterable[Dimension]) -> tuple[Dimension, Dimension] | None:
@@ -160,13 +164,18 @@ SAMPLE = Sample(
 def _rejects(variant: Variant, problem: GatesSumProblem) -> str | None:
     if variant.text("dtype") != problem.dtype:
         return f"dtype {variant.text('dtype')}, not {problem.dtype}"
-    most = max(problem.totals, *(own.size for own in problem.summed))
-    return f"more than {_MOST} totals or sums" if most > _MOST else None
+    return f"more than {_MOST} sums" if problem.totals * problem.of_total > _MOST else None
 
 
 def _launch(variant: Variant, problem: GatesSumProblem, sm_count: int) -> Launch:
-    at_once = 32 * variant.number("warps") // problem.lanes if problem.lanes else 1
-    return Launch((ceil_div(problem.totals, at_once), problem.parts, 1), problem.scalars())
+    threads = 32 * variant.number("warps")
+    across = problem.across(threads, sm_count)
+    tiles, parts = ceil_div(problem.totals, across), 1
+    of_thread = ceil_div(problem.of_total * across, threads)
+    if of_thread > 2 * _AT_ONCE:
+        parts = max(1, min(ceil_div(of_thread, _AT_ONCE), sm_count // tiles))
+    workspace = (parts - 1) * problem.totals * _OF_PART
+    return Launch((tiles, parts, 1), problem.scalars(across, threads), workspace, zeroed=False)
 
 
 KERNEL = Kernel(
@@ -174,9 +183,7 @@ KERNEL = Kernel(
     name=NAME,
     language="cuda",
     parameters=PARAMETERS,
-    defaults=Space(
-        tuple((("dtype", dtype),) for dtype in DTYPES), lambda kind: ((("warps", 32),),)
-    ),
+    defaults=Space(tuple((("dtype", dtype),) for dtype in DTYPES), lambda kind: ((("warps", 8),),)),
     code=Code(
         source=f"{NAME}.cu",
         entry=f"{FAMILY_NAME}_{NAME}",

@@ -19,7 +19,7 @@ from scan_registry.kernels.linear_scan.op.problems import (
     make_kernel_call,
     make_reduction_call,
 )
-from scan_registry.kernels.linear_scan.op.totals import total_problems
+from scan_registry.kernels.linear_scan.op.totals import total_problem
 from scan_registry.ops import operator
 from scan_registry.ops.operator import describes
 from scan_registry.ops.sharded import call_sharded
@@ -191,8 +191,7 @@ def describe(call: Any) -> Mapping[str, operator.KernelCall]:
                 calls["reduction"] = reduction
             layout = StateLayout.of(states, options.dim, cu_seqlens)
             pieces = backward.problem.sum_pieces()
-            problems = total_problems(gates, layout, pieces, options.dim)
-            for number, problem in enumerate(problems, 1):
-                step = "gates_sum" if number == len(problems) else "gates_sum of parts"
-                calls[step] = TotalCall(problem)
+            problem = total_problem(gates, layout, pieces, options.dim)
+            if problem is not None:
+                calls["gates_sum"] = TotalCall(problem)
     return calls

@@ -57,7 +57,7 @@ class KernelCall(SingleCall[LinearScanProblem]):
 
 
 class TotalCall(SingleCall[GatesSumProblem]):
-    """The total of the sums that a backward kernel leaves of gates' gradient, or of a part of them."""
+    """The total of the sums that a backward kernel leaves of gates' gradient."""
 
     @property
     def after_fused(self) -> bool:

@@ -17,17 +17,16 @@ from scan_registry.kernels.linear_scan.op.problems import StateLayout
 _MANY_SUMS = 2**18
 
 
-def total_problems(
+def total_problem(
     gates: Tensor, layout: StateLayout, pieces: int, dim: int
-) -> tuple[GatesSumProblem, ...]:
-    """Those that kernels solve one after the other, of ``pieces`` sums for each state, as ``layout.sums`` makes room for them, and
-    gates like ``gates``; empty if the dimensions do not fold."""
+) -> GatesSumProblem | None:
+    """That of ``pieces`` sums for each state, as ``layout.sums`` makes room for them, and gates like ``gates``; None if the
+    dimensions do not fold."""
     sums = layout.each_sum(torch.empty((pieces, math.prod(layout.shape)), device="meta"))
     if not layout.packed:
         sums = sums.unsqueeze(dim if dim < 0 else dim + 1)
     dtype, of_gates = (str(of).removeprefix("torch.") for of in (layout.dtype, gates.dtype))
-    problem = problem_of(sums.shape, sums.stride(), gates.shape, dtype, of_gates)
-    return () if problem is None else problem.cut()
+    return problem_of(sums.shape, sums.stride(), gates.shape, dtype, of_gates)
 
 
 def plan_total(
@@ -37,32 +36,27 @@ def plan_total(
     dim: int,
     runner: Callable[[GatesSumProblem], Any] | None,
 ) -> Callable[[Tensor], Tensor]:
-    """A function of the sums of ``total_problems`` that returns the gradient of gates like ``gates``. Kernels that ``runner``
-    prepares compute it, or torch where there are none."""
+    """A function of the sums of ``total_problem`` that returns the gradient of gates like ``gates``. A kernel that ``runner``
+    prepares computes it, or torch where there is none."""
     shape, narrow = gates.shape, gates.dtype
 
     def by_torch(sums: Tensor) -> Tensor:
         return _sum_to(shape, layout.each_sum(sums), dim, layout.packed).to(narrow)
 
-    problems = () if runner is None else total_problems(gates, layout, pieces, dim)
-    if runner is None or not problems:
+    problem = None if runner is None else total_problem(gates, layout, pieces, dim)
+    if runner is None or problem is None:
         return by_torch
     try:
-        runs = [runner(of) for of in problems]
+        run = runner(problem)
     except NoKernelError:
         return by_torch
-    totals = problems[0].totals
 
-    def by_kernels(sums: Tensor) -> Tensor:
-        for of, run in zip(problems[:-1], runs[:-1], strict=True):
-            parts = sums.new_empty((of.parts, totals))
-            run({"sums": sums, "gates_grad": parts})
-            sums = parts
+    def by_kernel(sums: Tensor) -> Tensor:
         gates_grad = sums.new_empty(shape, dtype=narrow)
-        runs[-1]({"sums": sums, "gates_grad": gates_grad})
+        run({"sums": sums, "gates_grad": gates_grad})
         return gates_grad
 
-    return by_kernels
+    return by_kernel
 
 
 def _sum_to(shape: tuple[int, ...], sums: Tensor, dim: int, packed: bool) -> Tensor:

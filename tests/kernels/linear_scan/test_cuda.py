@@ -153,9 +153,6 @@ def test_matches_the_reference(
 ) -> None:
     """With every option, in whatever order the blocks and their threads run."""
     kernel = FAMILY.kernel(variant.kernel, "cuda")
-    if kernel.name == "gates_sum":  # whose own tests also have as many threads as are built
-        fewer = dict(variant.statics) | {"warps": 4}
-        variant = replace(variant, statics=tuple(fewer.items()))
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     dtype = variant.text("dtype")
     cut = {"prefix_lead", "ctas_per_column", "single_wave"} & {*dict(variant.statics)}

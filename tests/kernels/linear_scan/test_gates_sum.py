@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +16,7 @@ from scan_registry.kernels.linear_scan.cases import TOLERANCE, wide
 from scan_registry.kernels.linear_scan.gates_sum import GatesSumProblem
 from scan_registry.kernels.linear_scan.op import totals
 from scan_registry.kernels.linear_scan.op.problems import StateLayout
+from scan_registry.kernels.model import Launch
 
 #: Shapes of states, the time dimension, shapes of gates, and sums for each state.
 CASES = (
@@ -32,43 +32,40 @@ CASES = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "gates_dtype", "warps"),
+    ("dtype", "gates_dtype"),
     [
-        *((torch.float32, torch.float32, 4), (torch.float32, torch.bfloat16, 4)),
-        *((torch.float32, torch.float16, 32), (torch.float64, torch.float64, 4)),
-        (torch.complex64, torch.complex64, 4),
+        *((torch.float32, torch.float32), (torch.float32, torch.bfloat16)),
+        *((torch.float32, torch.float16), (torch.float64, torch.float64)),
+        (torch.complex64, torch.complex64),
     ],
 )
 def test_totals_are_those_of_torch(
     dtype: torch.dtype,
     gates_dtype: torch.dtype,
-    warps: int,
     cuda_emulator: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In one launch, or in two, with a CTA or some lanes for each; once with the threads that are built, of which an emulator takes long to start so many."""
+    """By one CTA or several, each with one total or many."""
     torch.manual_seed(0)
     kernel = gates_sum.KERNEL
     of_dtype = str(dtype).removeprefix("torch.")
-    (built,) = (v for v in kernel.variants if v.text("dtype") == of_dtype)
-    variant = replace(built, statics=tuple((dict(built.statics) | {"warps": warps}).items()))
+    (variant,) = (v for v in kernel.variants if v.text("dtype") == of_dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    launches: list[GatesSumProblem] = []
+    launches: list[Launch] = []
 
     def runner(problem: GatesSumProblem) -> Any:
         assert kernel.rules.accepts(variant, problem) is None
 
         def run(tensors: dict[str, Tensor]) -> None:
-            launches.append(problem)
-            library.run(problem, tensors, 0)
+            launches.append(kernel.launch(variant, problem, sm_count))
+            library.run(problem, tensors, 0, sm_count)
 
         return run
 
-    for many, few_totals in ((1 << 15, 1 << 10), (1 << 15, 1), (100, 1 << 10)):
-        monkeypatch.setattr(gates_sum, "_FEW_TOTALS", few_totals)
-        monkeypatch.setattr(gates_sum, "_MANY", many)
-        monkeypatch.setattr(gates_sum, "_OF_PART", many // 3)
+    for gpu in ((1 << 15, 6), (1 << 15, 1), (1, 24)):
+        at_once, sm_count = gpu
+        monkeypatch.setattr(gates_sum, "_AT_ONCE", at_once)
         for packed in (False, True):
             for shape, dim, gates_shape, pieces in (
                 CASES if gates_dtype == torch.float32 else CASES[4:7]
@@ -90,24 +87,29 @@ def test_totals_are_those_of_torch(
                 tolerance = TOLERANCE[str(gates_dtype).removeprefix("torch.")]
                 for total in (actual, by_torch):
                     assert relative_error(total, expected) <= tolerance
-    assert {problem.parts > 1 for problem in launches} == {False, True}
+    assert {launch.grid[1] > 1 for launch in launches} == {False, True}
 
 
-def test_totals_of_few_sums_share_a_cta() -> None:
-    """Where there are thousands: most threads of a CTA for each would have nothing to add."""
+def test_ctas_are_as_many_as_keep_a_gpu_busy() -> None:
+    """A CTA has more totals where there are thousands, and several share one of many sums."""
     (variant, *_) = gates_sum.KERNEL.variants
     one = gates_sum.Dimension(1, 0)
 
-    def ctas(totals: int, sums: int) -> tuple[int, int]:
-        kept, summed = gates_sum.Dimension(totals, 1), gates_sum.Dimension(sums, totals)
+    def grid(totals: int, sums: int, apart: int) -> tuple[int, int]:
+        kept = gates_sum.Dimension(totals, sums if apart == 1 else 1)
+        summed = gates_sum.Dimension(sums, apart)
         problem = GatesSumProblem("float32", "float32", (one, kept), (one, summed))
-        return problem.lanes, gates_sum.KERNEL.launch(variant, problem, 132).grid[0]
+        return gates_sum.KERNEL.launch(variant, problem, 132).grid[:2]
 
-    assert ctas(1024, 4) == (0, 1024)
-    assert ctas(40544, 4) == (1, 40)
-    assert ctas(13184, 9) == (2, 26)
-    assert ctas(2000, 300) == (32, 63)
-    assert ctas(2000, 5000) == (0, 2000)
+    assert grid(1, 300, 1) == (1, 1)
+    assert grid(1, 32780, 1) == (1, 9)
+    assert grid(1, 1 << 24, 1) == (1, 132)
+    assert grid(1024, 14, 1024) == (128, 1)
+    assert grid(256, 520, 256) == (32, 1)
+    assert grid(40544, 4, 40544) == (159, 1)
+    assert grid(1 << 20, 4, 1 << 20) == (4096, 1)
+    assert grid(2000, 300, 1) == (125, 1)
+    assert grid(200, 30000, 1) == (100, 1)
 
 
 def test_what_does_not_fold_is_left_to_torch() -> None:
