@@ -27,6 +27,24 @@ __device__ inline void copy_bulk(void* to, const void* from, int bytes, u64* bar
         "l"(from), "r"(bytes), "r"(unsigned(__cvta_generic_to_shared(barrier))), "l"(leaves_last())
         : "memory");
 }
+// Barriers for copies one after the other: phase n of a barrier completes when what was asked for the n-th time is there, from 0 on.
+// The thread that asked waits; other threads see the bytes when they have met it.
+__device__ inline void request_bulk_copy(void* to, const void* from, int bytes, u64* barrier) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(unsigned(__cvta_generic_to_shared(barrier))), "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     unsigned(__cvta_generic_to_shared(to))),
+                 "l"(from), "r"(bytes), "r"(unsigned(__cvta_generic_to_shared(barrier)))
+                 : "memory");
+}
+__device__ inline void await_bulk_copy(u64* barrier, unsigned phase) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again; }" ::"r"(unsigned(__cvta_generic_to_shared(barrier))),
+        "r"(phase & 1)
+        : "memory");
+}
 // To global memory. All threads that wrote the bytes to shared memory first call `before_bulk_stores`, and then __syncthreads().
 __device__ inline void before_bulk_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void store_bulk(void* to, const void* from, int bytes) {
@@ -34,5 +52,8 @@ __device__ inline void store_bulk(void* to, const void* from, int bytes) {
                  "r"(unsigned(__cvta_generic_to_shared(from))), "r"(bytes)
                  : "memory");
 }
-// Waits until the thread's stores have read shared memory: a CTA may not end before.
-__device__ inline void wait_for_bulk_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until at most PENDING of the thread's stores are still to read shared memory: a CTA may not end before all have.
+template <int PENDING = 0>
+__device__ inline void wait_for_bulk_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}

@@ -87,8 +87,8 @@ OPTIONS = (
 #: place: sums that do not decay, of gates that stay the same, are as short as to be right step by step in
 #: float32, as the CPU makes them.
 QUICK: tuple[Shape, ...] = ((2, 5, 700), (4, 33, 257), (2, 64, 1024), (2, 80, 4112), (2, 48, 1))
-#: Few that reach every kernel: also that of narrow rows, which takes many batches, that of few channels with one gate, and that of long
-#: rows with one gate, whose gradient is summed from 4096 steps on.
+#: Few that reach every kernel: also that of narrow rows, which takes many batches, that of few channels with one gate, that of long rows
+#: with one gate, whose gradient is summed from 4096 steps on, and those of such rows, and of few channels, that fit shared memory.
 SMALL: tuple[Shape, ...] = (
     *QUICK,
     (66, 21, 40),
@@ -96,7 +96,7 @@ SMALL: tuple[Shape, ...] = (
     (1, 1101, 513),
     (2, 34, 1100),
     (1, 1729, 513),
-    (2, 3, 4112),
+    (100, 2, 4096),
 )
 THOROUGH: tuple[Shape, ...] = (
     (1, 1, 1),
@@ -125,7 +125,7 @@ THOROUGH: tuple[Shape, ...] = (
     (200, 21, 70),
     (1, 1101, 700),
     (1, 1729, 600),
-    (2, 3, 4112),
+    (100, 2, 4096),
 )
 #: The longest scan that options are tried on: the reference takes it step by step.
 _LONG = 5000

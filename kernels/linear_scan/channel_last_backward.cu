@@ -8,10 +8,14 @@
 // The states are read one time step further along that scan than the other inputs. Three reads and two writes: 20
 // bytes per element in float32, 10 in bfloat16 and float16. The tile pictures are in column_serial.cuh (many
 // channels), channel_stream.cuh (few, staged in shared memory), narrow_columns.cuh (at most 32, rows at any address),
-// constant_gate_columns.cuh (few with one gate for all steps, in tiles that look back), scalar_columns.cuh (rows at any address, in
-// tiles that look back) and channel_last.cuh (generic, held in registers).
+// constant_gate_columns.cuh (few with one gate for all steps, in tiles that look back), resident.cuh (such channels, all in shared
+// memory at once), scalar_columns.cuh (rows at any address, in tiles that look back) and channel_last.cuh (generic, held in registers).
 #include "../common/compiler.cuh"
-#if NARROW
+#if RESIDENT
+#define BACKWARD 1
+#include "resident.cuh"
+enum : int { SUM_STEPS = 64, MORE_SUMS = 1 };  // gates_grad has time / SUM_STEPS + MORE_SUMS sums for each state (problem.py)
+#elif NARROW
 #define BACKWARD 1
 #include "narrow_columns.cuh"
 #elif CONSTANT_GATE
@@ -30,7 +34,7 @@
 #include "channel_last.cuh"
 #endif
 
-#if !SCALAR && !CONSTANT_GATE
+#if !SCALAR && !CONSTANT_GATE && !RESIDENT
 // Sums over time for which gates_grad has room for each state, where channels have one gate (problem.py). What sums up less
 // than SUM_STEPS steps does not.
 enum : int { SUM_STEPS = 64 };
@@ -187,7 +191,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if NARROW
+#if RESIDENT
+    const Run run(batch, 1, channels, time, !(flags & 1), flags);
+    const i64 own = run.offset(state_batch);
+    const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
+    const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch) + run.channel * gates_channel]) : State(0);
+    scan_resident(run, {states_grad + run.offset(states_grad_batch),
+                        gates_grad ? states + run.offset(states_batch) : nullptr,
+                        tokens_grad ? tokens_grad + run.offset(grads_batch) : nullptr, gate,
+                        run.has_channel ? boundary(initial_state).read(run.channel) : State(0), boundary(final_state_grad),
+                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels,
+                        int(time / SUM_STEPS + MORE_SUMS)}, workspace);
+#elif NARROW
     const Storage* const from[] = {gates + blockIdx.x * gates_batch, states_grad + blockIdx.x * states_grad_batch,
                                    gates_grad ? states + blockIdx.x * states_batch : nullptr};
     Storage* const to[] = {gates_grad ? gates_grad + blockIdx.x * grads_batch : nullptr,

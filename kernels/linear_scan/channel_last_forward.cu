@@ -4,9 +4,10 @@
 // maps (gate, token). Then it computes and writes the states, from the state that enters them. Each input is read once and
 // the output is written once: 12 bytes per element in float32, 6 in bfloat16 and float16.
 //
-// The constants that a variant is compiled with (spec.py) choose one of six designs. Each header has a picture of its
+// The constants that a variant is compiled with (spec.py) choose one of seven designs. Each header has a picture of its
 // tiles:
 //
+//     RESIDENT        resident.cuh         few channels, each with one gate for all steps, all in shared memory at once
 //     NARROW          narrow_columns.cuh   at most 32 channels, rows at any address
 //     CONSTANT_GATE   constant_gate_columns.cuh  few channels, each with one gate for all steps, in tiles that look back
 //     SCALAR          scalar_columns.cuh   rows at any address, in tiles that look back
@@ -14,7 +15,10 @@
 //                                          (CTAS_PER_COLUMN > 1)
 //     STAGES > 0      channel_stream.cuh   few channels; tiles are staged in shared memory
 //     neither         channel_last.cuh     any strides and packed sequences; tiles are held in registers
-#if NARROW
+#if RESIDENT
+#define BACKWARD 0
+#include "resident.cuh"
+#elif NARROW
 #define BACKWARD 0
 #include "narrow_columns.cuh"
 #elif CONSTANT_GATE
@@ -212,7 +216,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#if NARROW
+#if RESIDENT
+    const Run run(batch, 1, channels, time, flags & 1, flags);
+    const i64 own = run.offset(state_batch);
+    const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
+    const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch) + run.channel * gates_channel]) : State(0);
+    scan_resident(run, {tokens + run.offset(tokens_batch), nullptr, states + run.offset(states_batch), gate,
+                        State(0), boundary(initial_state), boundary(final_state), {}, 0, 0}, workspace);
+#elif NARROW
     const Storage* const from[] = {gates + blockIdx.x * gates_batch, tokens + blockIdx.x * tokens_batch};
     Storage* const to[] = {states + blockIdx.x * states_batch};
     const i64 own_state = blockIdx.x * state_batch + threadIdx.x * state_channel;

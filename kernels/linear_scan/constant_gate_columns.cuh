@@ -27,7 +27,7 @@ enum : int { THREADS = 32 * WARPS };
 #include "../common/element.cuh"
 #include "../common/tile_state.cuh"
 #include "../common/workspace_init.cuh"
-#include "../linear_scan/step.cuh"
+#include "../linear_scan/gate_power.cuh"
 
 enum : int {
     GROUP = 32,                  // tiles of a group, groups of a group of level 2
@@ -53,17 +53,9 @@ struct States {
     }
 };
 
-// gate^n, with what rounding took from it.
-template <class S>
-struct PowerOf {
-    S scale, error_term;
-
-    // The state after a run that is scaled so.
-    __device__ S operator()(S x, S shift) const { return scale * x + (error_term * x + shift); }
-};
 // Of a thread's channels.
 struct Power {
-    PowerOf<State> of[VECTOR];
+    PowerOf of[VECTOR];
 
     __device__ States operator()(const States& x, const States& shift) const {
         States after;
@@ -72,30 +64,6 @@ struct Power {
         return after;
     }
 };
-__device__ inline PowerOf<float> power(float gate, unsigned n) {
-    double all = 1, square = gate;
-#pragma unroll 1
-    for (; n; n >>= 1, square *= square)
-        if (n & 1) all *= square;
-    const float scale = float(all);
-    return {scale, float(all - scale)};
-}
-__device__ inline PowerOf<Complex> power(Complex gate, unsigned n) {
-    double re = 1, im = 0, square_re = gate.re, square_im = gate.im;
-    const auto times_square = [&](double& re, double& im) {
-        const double product = re * square_re - im * square_im;
-        im = re * square_im + im * square_re, re = product;
-    };
-#pragma unroll 1
-    for (; n; n >>= 1) {
-        if (n & 1) times_square(re, im);
-        const double product = square_re * square_re - square_im * square_im;
-        square_im = 2 * square_re * square_im, square_re = product;
-    }
-    const Complex scale{float(re), float(im)};
-    return {scale, {float(re - scale.re), float(im - scale.im)}};
-}
-
 // A CTA's tile, and in it a thread's channels and rows. What the launch says of tiles is in bits of `flags` (constant_gate.py).
 struct Position {
     const bool against, is_zeroed;
@@ -241,7 +209,7 @@ struct Lookback {
         if (level >= LEVELS || (level > 0 && group(level) == 0)) return;
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
-            power_of(level, at.lane).of[v] = power(gate.of[v], level < 0 ? unsigned(STEPS) : unsigned(at.times()) << 5 * level);
+            power_of(level, at.lane).of[v] = PowerOf(WidePower(gate.of[v]).raised(level < 0 ? unsigned(STEPS) : unsigned(at.times()) << 5 * level));
     }
     // The state that enters the thread's rows, whose shift is `own`. To be called by the whole CTA.
     __device__ States enter(const States& own) {

@@ -11,6 +11,7 @@ from scan_registry.kernels.linear_scan import (
     narrow,
     one_gate,
     registers,
+    resident,
     rings,
     scalar,
     short_rows,
@@ -23,6 +24,7 @@ from scan_registry.kernels.linear_scan.space import (
     MULTI_CTA,
     NARROW,
     ONE_GATE,
+    RESIDENT,
     SCALAR,
     SHORT,
     VARLEN,
@@ -38,6 +40,7 @@ _OF_ACCESS = {
     NARROW: narrow.tiles,
     CONSTANT_GATE: constant_gate.tiles,
     ONE_GATE: one_gate.tiles,
+    RESIDENT: resident.tiles,
     SCALAR: scalar.tiles,
     SHORT: short_rows.tiles,
 }
@@ -119,10 +122,12 @@ def serves(direction: Direction, statics: Pins, target: Target) -> bool:
     """Whether an architecture's GPUs have room for the variant's shared memory. PTX has to fit the GPUs with the
     least."""
     tile = {name: value for name, value in statics if isinstance(value, int)}
-    if "stages" not in tile:
-        return True
     pins = dict(statics)
     dtype, access = str(pins["dtype"]), str(pins["access"])
+    if "chunks" in tile:
+        return resident.serves(direction, dtype, tile, target)
+    if "stages" not in tile:
+        return True
     # Archives have machine code for every GPU with the least shared memory, so PTX runs on none of these GPUs.
     columns = 0 if target.is_ptx else rings.column_shared(dtype, access, tile)
     return rings.most_shared(direction, dtype, access, tile) + columns <= target.shared_memory
@@ -134,7 +139,7 @@ def ships(statics: Pins, target: Target) -> bool:
     pins = dict(statics)
     access = pins["access"]
     wide = access == MISALIGNED and rings.is_wide(pins)
-    replaceable = wide or access in (CONSTANT_GATE, MULTI_CTA, ONE_GATE, SHORT)
+    replaceable = wide or access in (CONSTANT_GATE, MULTI_CTA, ONE_GATE, RESIDENT, SHORT)
     return not replaceable or (not target.is_ptx and target.capability == _TIMED)
 
 

@@ -13,6 +13,7 @@ from scan_registry.kernels.linear_scan import (
     narrow,
     one_gate,
     registers,
+    resident,
     scalar,
     short_rows,
     streams,
@@ -23,6 +24,7 @@ from scan_registry.kernels.linear_scan.space import (
     MULTI_CTA,
     NARROW,
     ONE_GATE,
+    RESIDENT,
     SCALAR,
     SHORT,
 )
@@ -54,6 +56,7 @@ _OF_ACCESS: dict[str, Design] = {
     NARROW: narrow,
     CONSTANT_GATE: constant_gate,
     ONE_GATE: one_gate,
+    RESIDENT: resident,
     SCALAR: scalar,
     SHORT: short_rows,
 }

@@ -43,13 +43,16 @@ CONSTANT_GATE = "constant_gate"
 SHORT = "short"
 #: Long aligned rows of contiguous time, each with one gate for all time steps.
 ONE_GATE = "one_gate"
+#: Few contiguous channels at any address, or rows of contiguous time, each with one gate for all time steps, that shared memory has
+#: room for.
+RESIDENT = "resident"
 #: Misaligned rows of contiguous channels, in columns that several CTAs share.
 MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
 #: chosen.
 PLAIN = {
-    "time_last": ("aligned", SHORT, MISALIGNED, ONE_GATE),
-    "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED),
+    "time_last": ("aligned", SHORT, MISALIGNED, ONE_GATE, RESIDENT),
+    "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED, RESIDENT),
 }
 
 #: Static parameters beside dtypes and access.
@@ -158,7 +161,7 @@ def tunable(
         if ("access", "generic") not in statics
     )
     # Short rows come first: of aligned rows they are those that are faster so.
-    closer = sorted(variants, key=lambda variant: variant.text("access") != SHORT)
+    closer = sorted(variants, key=lambda variant: variant.text("access") not in (SHORT, RESIDENT))
 
     def shape_of(problem: LinearScanProblem) -> Shape:
         return shape(closer, accepts, packs, problem)

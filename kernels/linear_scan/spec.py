@@ -7,7 +7,7 @@ Access ``aligned`` moves 16 bytes at a time and takes scans without options, ``v
 16-byte boundaries, ``multi_cta`` such rows in few columns of 16-bit elements, ``narrow`` few contiguous channels of float32 at any
 address, ``scalar`` contiguous channels at any address, in tiles that look back, ``constant_gate`` few such channels with one gate
 for all steps, ``short`` short rows of contiguous time without gaps, ``one_gate`` long ones with one gate for all
-steps; ``generic`` takes all.
+steps, ``resident`` such rows and few such channels where shared memory has room for the scan; ``generic`` takes all.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _rejects_access(access: str, problem: LinearScanProblem) -> str | None:
         return "no sequences are packed"
     if access in space.PLAIN[problem.layout] and access != space.SCALAR and problem.sequences > 0:
         return "sequences are packed"
-    if access != "generic" and not problem.plain(widely=access == space.SCALAR):
+    if access != "generic" and not problem.plain(widely=access in (space.RESIDENT, space.SCALAR)):
         return "gates are mixed or broadcast, or batches do not fold into one dimension"
     return None
 
@@ -165,6 +165,7 @@ def _cuda_constants(variant: Variant) -> dict[str, Static]:
         # The first row of each scan in a tile starts a new one.
         **({"SCALAR": 1, "MAY_RESET": 2} if access == space.SCALAR else {}),
         **({"SHORT_ROWS": 1} if access == space.SHORT else {}),
+        **({"RESIDENT": 1} if access == space.RESIDENT else {}),
         **({"ONE_GATE": 1} if access == space.ONE_GATE else {}),
         **({"MISALIGNED": 1} if access == space.MULTI_CTA else {}),
         "STAGES": 0,

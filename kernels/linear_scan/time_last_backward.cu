@@ -7,9 +7,14 @@
 // which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h):
 // no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
 // float32, 10 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged), short_rows.cuh (short rows without gaps) and time_last.cuh (held in registers).
+// time_stream.cuh (staged), short_rows.cuh (short rows without gaps), resident.cuh (one
+// gate for all steps) and time_last.cuh (held in registers).
 #include "../common/compiler.cuh"
-#if SHORT_ROWS
+#if RESIDENT
+#define BACKWARD 1
+#include "resident.cuh"
+enum : int { SUM_STEPS = 64 * PIECE / sizeof(Storage), MORE_SUMS = 6 };  // sums of gates_grad for each row (problem.py)
+#elif SHORT_ROWS
 #include "short_rows_backward.cuh"
 #elif STAGES
 #include "time_stream.cuh"
@@ -369,10 +374,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 states_grad_outer, i64 states_grad_batch, i64 states_grad_channel, i64 states_grad_time,
     i64 grads_outer, i64 grads_batch, i64 grads_channel, i64 grads_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#ifdef REVERSE
-    flags = (flags & ~i64(1)) | REVERSE;
-#endif
-#if SHORT_ROWS
+#if RESIDENT
+    const Run run(batch, channels, 1, time, !(flags & 1), flags);
+    const i64 own = run.offset(state_batch, state_channel);
+    const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
+    const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch, gates_channel)]) : State(0);
+    scan_resident(run, {states_grad + run.offset(states_grad_batch, states_grad_channel),
+                        gates_grad ? states + run.offset(states_batch, states_channel) : nullptr,
+                        tokens_grad ? tokens_grad + run.offset(grads_batch, grads_channel) : nullptr, gate,
+                        run.has_channel ? boundary(initial_state).read(run.channel) : State(0), boundary(final_state_grad),
+                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels,
+                        int(time / SUM_STEPS + MORE_SUMS)}, workspace);
+#elif SHORT_ROWS
     const Tile tile(batch * channels, time, !(flags & 1), flags);
     copy_in(tile, 1, states_grad);
     if (gates_grad) copy_in(tile, 2, states);

@@ -4,8 +4,12 @@
 // of the row give the state that enters each chunk, and a second pass over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
 // 6 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged), short_rows.cuh (short rows without gaps) and time_last.cuh (held in registers).
-#if SHORT_ROWS
+// time_stream.cuh (staged), short_rows.cuh (short rows without gaps), resident.cuh (one
+// gate for all steps) and time_last.cuh (held in registers).
+#if RESIDENT
+#define BACKWARD 0
+#include "resident.cuh"
+#elif SHORT_ROWS
 #include "short_rows.cuh"
 
 // The states of a thread's steps, which take the place of tokens in shared memory.
@@ -274,10 +278,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     i64 tokens_outer, i64 tokens_batch, i64 tokens_channel, i64 tokens_time,
     i64 states_outer, i64 states_batch, i64 states_channel, i64 states_time,
     i64 state_outer, i64 state_batch, i64 state_channel, i64 state_time, i64 flags) {
-#ifdef REVERSE
-    flags = (flags & ~i64(1)) | REVERSE;
-#endif
-#if SHORT_ROWS
+#if RESIDENT
+    const Run run(batch, channels, 1, time, flags & 1, flags);
+    const i64 own = run.offset(state_batch, state_channel);
+    const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
+    const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch, gates_channel)]) : State(0);
+    scan_resident(run, {tokens + run.offset(tokens_batch, tokens_channel), nullptr, states + run.offset(states_batch, states_channel), gate,
+                        State(0), boundary(initial_state), boundary(final_state), {}, 0, 0}, workspace);
+#elif SHORT_ROWS
     const Tile tile(batch * channels, time, flags & 1, flags);
     copy_in(tile, 1, tokens);
     if (gates_time == 0 && time > 1) fill_in(tile, gates, channels, gates_batch, gates_channel);

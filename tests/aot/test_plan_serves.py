@@ -69,7 +69,14 @@ def problems(count: int) -> Iterator[LinearScanProblem]:
         )
 
 
-PROBLEMS = tuple(problems(400))
+#: Many rows of moderate length, each with one gate, which no problem of the others has.
+_ROW = Strides(8192, 8192, 2048, 1)
+MANY_ROWS = LinearScanProblem(
+    *("forward", "time_last", "float32", "float32", 1, 256, 4, 2048),
+    strides=(replace(_ROW, batch=0, time=0), _ROW, _ROW, Strides(1024, 4, 1, 0)),
+    alignment=16,
+)
+PROBLEMS = (*problems(400), MANY_ROWS)
 
 
 def solves(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool:
@@ -117,7 +124,7 @@ def test_the_problems_are_of_all_kinds() -> None:
         for kernel in FAMILY.kernels
         if kernel.tunable.shape and kernel.name == problem.kernel and not problem.sums
     }
-    few = {"constant_gate", "multi_cta", "scalar", "short"}
+    few = {"constant_gate", "multi_cta", "resident", "scalar", "short"}
     assert kinds == {"aligned", "generic", "misaligned", "varlen"} | few
 
 

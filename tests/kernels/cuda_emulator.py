@@ -192,9 +192,8 @@ def library_of(
     held = {name: emulator.get(Path(name).name, text) for name, text in texts.items()}
     cluster = max(1, int(constants.get("CLUSTER", 1)))
     # CTAs that wait for those with lower numbers, as a GPU starts them first.
-    in_order = int(
-        source == "gates_sum.cu" or bool(constants.get("CONSTANT_GATE") or constants.get("SCALAR"))
-    )
+    waits = any(constants.get(of) for of in ("CONSTANT_GATE", "RESIDENT", "SCALAR"))
+    in_order = int(waits or source == "gates_sum.cu")
     main = _MAIN.format(source=source, entry=entry, cluster=cluster, in_order=in_order, arch=arch)
     everything = json.dumps([emulator, held, main, {**constants}], sort_keys=True)
     library = folder / f"{hashlib.sha256(everything.encode()).hexdigest()}.so"

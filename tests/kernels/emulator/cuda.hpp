@@ -99,6 +99,7 @@ char* dynamic_shared();
 // thread committed are under way.
 void copy_async(void* to, const void* from, std::size_t bytes, std::size_t read);
 void commit();
+int committed();  // groups of this thread
 void wait_for_copies(int pending);
 
 template <class... A>

@@ -284,6 +284,7 @@ void copy_async(void* to, const void* from, std::size_t bytes, std::size_t read)
 }
 
 void commit() { Block::current()->self().groups++; }
+int committed() { return Block::current()->self().groups; }
 
 // Until at most `pending` of the groups that this thread committed are under way.
 void wait_for_copies(int pending) {

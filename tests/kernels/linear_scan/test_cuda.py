@@ -18,7 +18,7 @@ from processes import captured
 from selecting import like
 
 from scan_registry.kernels.linear_scan import cases
-from scan_registry.kernels.linear_scan.space import MULTI_CTA, NARROW
+from scan_registry.kernels.linear_scan.space import MULTI_CTA, NARROW, RESIDENT
 from scan_registry.kernels.linear_scan.spec import FAMILY
 from scan_registry.kernels.model import Variant
 
@@ -59,7 +59,7 @@ def ways(variant: Variant) -> set[object]:
 
 def chosen() -> Iterator[Variant]:
     """As few as have between them all that there is to try: in three dtypes, complex64 where no other dtype has it. Narrow
-    rows, and misaligned columns that several CTAs share, have tests of their own."""
+    rows, misaligned columns that several CTAs share, and scans that shared memory has room for have tests of their own."""
     dtypes = ("float16", "float64")
     every = [*streamed()]
     every += [
@@ -67,7 +67,7 @@ def chosen() -> Iterator[Variant]:
         for v in FAMILY.variants()
         if v.language == "cuda"
         and v.text("dtype") not in dtypes
-        and dict(v.statics).get("access") not in (NARROW, MULTI_CTA)
+        and dict(v.statics).get("access") not in (NARROW, MULTI_CTA, RESIDENT)
     ]
     tries = {variant: ways(variant) for variant in every}
     missing = set[object]().union(*tries.values())

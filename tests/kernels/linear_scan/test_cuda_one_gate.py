@@ -96,7 +96,7 @@ def test_tiles_of_long_rows_may_have_no_gates(
     [
         ("time_last:64,1,480000:float32:gates=channel", True),
         ("time_last:2,1,4194304:float32:gates=channel", True),
-        ("time_last:256,4,2048:float32:gates=channel", False),
+        ("time_last:1024,4,2048:float32:gates=channel", False),
         ("time_last:64,1,480000:float32", None),
     ],
 )
