@@ -218,6 +218,7 @@ class Trial(cases.RandomTrial[Setting]):
             strides=self._strides(direction, sequences),
             alignment=common_alignment(t.data_ptr() for t in sequences.values()),
             sums=sums,
+            has_states=self.setting.states and self._sequences > 0,
         )
         if sums:
             pieces = problem.sum_pieces(), expected["gates_grad"].numel()

@@ -165,6 +165,7 @@ def kernel_call(
     sequences: int | None,
     options: Options,
     platform: str,
+    has_states: bool,
 ) -> KernelCall:
     """What the forward or the backward pass poses to a kernel."""
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
@@ -177,6 +178,7 @@ def kernel_call(
         sequences,
         options.dim,
         options.reverse,
+        has_states,
     )
 
 
@@ -212,9 +214,8 @@ class _LinearScan(Operator):
         if options.backend == "reference":
             return None
         sequences = packing.sequences_of(cu_seqlens)
-        call = kernel_call(
-            "forward", outline_of(gates), outline_of(tokens), sequences, options, platform
-        )
+        how = sequences, options, platform, initial is not None or options.final
+        call = kernel_call("forward", outline_of(gates), outline_of(tokens), *how)
         inputs = {
             "gates": written_gates(gates, tokens, call),
             "tokens": tokens,
@@ -297,11 +298,11 @@ class _LinearScan(Operator):
         if jnp.iscomplexobj(states):  # kernels conjugate factors, and JAX does not
             of_states, of_final = _conjugate(of_states), _conjugate(of_final)
         sequences = packing.sequences_of(cu_seqlens)
-        call = kernel_call(
-            "backward", outline_of(gates), outline_of(states), sequences, options, platform
-        )
         names = ("gates_grad", "tokens_grad", "initial_state_grad")
         outputs_of = {names[i] for i in of.wanted}
+        has_states = names[2] in outputs_of or initial is not None or of_final is not None
+        how = sequences, options, platform, has_states
+        call = kernel_call("backward", outline_of(gates), outline_of(states), *how)
         reduction = None
         if "gates_grad" in outputs_of and gates.shape != states.shape:
             facts = [facts_of(array, platform) for array in (gates, states)]

@@ -89,6 +89,7 @@ class LinearScanProblem:
     alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
     sums         of a backward problem: whether gates_grad is ``sum_pieces`` sums over time for each state, each lying as
                  states do
+    has_states   whether there are states before or after packed sequences, or gradients of such
     """
 
     direction: Direction
@@ -104,6 +105,7 @@ class LinearScanProblem:
     sequences: int = 0
     reverse: bool = False
     sums: bool = False
+    has_states: bool = False
 
     @property
     def kernel(self) -> str:

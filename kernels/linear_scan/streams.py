@@ -54,7 +54,7 @@ _WHOLE_TURN, _CUT_TURN, _LOOKBACK = 2, 3, 6
 #: last segment do not matter.
 _FEW_TILES, _MANY_TILES = 8, 1024
 #: The least steps of a row that is cut, if sequences are packed in it or the gradient of gates is summed; and the least steps of a
-#: sequence in the mean.
+#: sequence in the mean, if there are states before or after each.
 _LEAST_ROW, _LEAST_MEAN = 4096, 64
 #: Elements of all packed rows from which rows of the second number of steps are cut, too.
 _LARGE, _SHORT_ROW = 3 << 17, 192
@@ -127,11 +127,11 @@ def packs(problem: LinearScanProblem) -> bool:
 
 
 def cuts_packed(problem: LinearScanProblem) -> bool:
-    """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Sequences are not short: a lane's
-    code for several in its elements is slow where there are states before or after them."""
+    """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Sequences are not short if there
+    are states before or after them: a lane's code for several in its elements is slow then."""
     is_large = problem.batch * problem.channels * problem.time >= _LARGE
     least = _SHORT_ROW if is_large else _LEAST_ROW
-    return problem.time >= max(least, _LEAST_MEAN * problem.sequences)
+    return problem.time >= max(least, _LEAST_MEAN * problem.sequences * problem.has_states)
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:

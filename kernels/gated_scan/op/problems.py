@@ -84,19 +84,26 @@ def describe(arguments: Arguments, options: Options, differentiated: bool) -> di
     gates, how = model.to(compute_dtype(first.dtype)), LinearOptions(*options[1:])
     if arguments.reset is not None:
         gates, _, cu_seqlens, how = resets.stretches(gates, how)
+    has_states = how.final or (arguments.reset is None and arguments.initial_state is not None)
+    same = gates, cu_seqlens, how, has_states
     return {
-        direction: replace(call, stand_in=("linear_scan", _scan(direction, gates, cu_seqlens, how)))
+        direction: replace(call, stand_in=("linear_scan", _scan(direction, *same)))
         for direction, call in calls.items()
     }
 
 
 def _scan(
-    direction: Direction, gates: Tensor, cu_seqlens: Tensor | None, options: LinearOptions
+    direction: Direction,
+    gates: Tensor,
+    cu_seqlens: Tensor | None,
+    options: LinearOptions,
+    has_states: bool,
 ) -> LinearKernelCall:
     """The call of ``linear_scan`` for gates, and tokens and states like them."""
     names = ("tokens",) if direction == "forward" else ("states", "states_grad")
     others = dict.fromkeys(names, gates)
-    return make_kernel_call(direction, gates, others, cu_seqlens, options.dim, options.reverse)
+    how = cu_seqlens, options.dim, options.reverse, has_states
+    return make_kernel_call(direction, gates, others, *how)
 
 
 def aligned_reset(arguments: Arguments) -> Arguments:

@@ -35,9 +35,11 @@ def make_kernel_call(
     sequences: int | None,
     dim: int,
     reverse: bool,
+    has_states: bool = False,
 ) -> KernelCall:
     """What one scan makes of its inputs, of which the second gives the outputs their layout, of strides ``dense``.
-    ``sequences`` are packed along time; None if none are."""
+    ``sequences`` are packed along time; None if none are. ``has_states`` says whether there are states before or after the
+    scan, or gradients of such."""
     model = next(iter(others.values()))
     dim %= len(model.shape)
     broadcast = gates.expanded(model.shape)
@@ -58,6 +60,8 @@ def make_kernel_call(
     if not copied[0] and (one_gate or gates_shape is not None):
         kept = kept[1:]  # new memory, or read by themselves
     problem = _problem(direction, arranged, model, gates.dtype, kept, sequences, reverse)
+    if problem.sequences and has_states:
+        problem = replace(problem, has_states=True)
     names = tuple(name for name, copy in zip(inputs, copied, strict=True) if copy)
     is_broadcast = tuple(gates.shape) != tuple(model.shape)
     return KernelCall(problem, names, gates_shape=gates_shape, is_broadcast=is_broadcast)

@@ -178,13 +178,15 @@ def describe(call: Any) -> Mapping[str, operator.KernelCall]:
         from scan_registry.kernels.linear_scan.op import stretches as resets
 
         gates, tokens, cu_seqlens, options = resets.stretches(tokens, options)
+        initial_state = None  # it becomes part of tokens
     how = cu_seqlens, options.dim, options.reverse
-    forward = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
+    has_states = initial_state is not None or options.final
+    forward = make_kernel_call("forward", gates, {"tokens": tokens}, *how, has_states)
     calls: dict[str, operator.KernelCall] = {"forward": forward}
     if any(wanted):
         states = torch.empty_like(tokens, device="meta")
         both = {"states": states, "states_grad": states}
-        backward = calls["backward"] = make_kernel_call("backward", gates, both, *how)
+        backward = calls["backward"] = make_kernel_call("backward", gates, both, *how, has_states)
         if wanted[0] and gates.shape != tokens.shape:
             reduction = make_reduction_call(gates, states, *how)
             if reduction is not None:

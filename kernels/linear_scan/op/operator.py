@@ -158,7 +158,7 @@ class LinearScan(Operator):
         # Tensors on meta count as aligned, as new ones are.
         call = make_kernel_call(
             "forward" if direction == "forward" else "backward",
-            *(gates, others, cu_seqlens, case.dim, case.reverse),
+            *(gates, others, cu_seqlens, case.dim, case.reverse, case.state),
         )
         fused = call.fused()
         return (call.problem,) if fused is None else (fused, call.problem)

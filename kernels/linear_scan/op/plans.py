@@ -137,7 +137,7 @@ def forward(
 
 
 def plan_forward(
-    gates: Tensor, tokens: Tensor, _: Any, cu_seqlens: Tensor | None, options: Options
+    gates: Tensor, tokens: Tensor, initial: Any, cu_seqlens: Tensor | None, options: Options
 ) -> Callable[..., Any]:
     """The plan of ``forward``: a function of its tensors."""
     dim, reverse, final = options.dim, options.reverse, options.final
@@ -159,7 +159,8 @@ def plan_forward(
         return nothing
     if options.backend == "reference":
         return by_reference
-    call = make_kernel_call("forward", gates, {"tokens": tokens}, cu_seqlens, dim, reverse)
+    how = cu_seqlens, dim, reverse, initial is not None or final
+    call = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
     run = runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run
@@ -192,7 +193,7 @@ def plan_launch(
     gates, tokens, initial_state, cu_seqlens = tensors
     if not on_gpu(tokens) or options.backend == "reference" or tokens.numel() == 0:
         return None
-    how = cu_seqlens, options.dim, options.reverse
+    how = cu_seqlens, options.dim, options.reverse, initial_state is not None or options.final
     call = make_kernel_call("forward", gates, {"tokens": tokens}, *how)
     layout = StateLayout.of(tokens, options.dim, cu_seqlens)
     if (
@@ -330,7 +331,8 @@ def plan_backward(
     if options.backend == "reference":
         return by_reference
     others = {"states": model, "states_grad": states_grad}
-    call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse)
+    has_states = for_initial or initial_state is not None or final_state_grad is not None
+    call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse, has_states)
     # Whether or not the gates' gradient is wanted, so that the others are the same to the bit.
     broadcast = gates.shape != model.shape
     summing = _plan_sums(call, device, options.backend)

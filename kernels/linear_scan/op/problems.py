@@ -88,12 +88,16 @@ def make_kernel_call(
     cu_seqlens: Tensor | None,
     dim: int,
     reverse: bool,
+    has_states: bool = False,
 ) -> KernelCall:
-    """What one scan makes of its inputs, of which the second gives the outputs their layout."""
+    """What one scan makes of its inputs, of which the second gives the outputs their layout; and whether it has states
+    before or after it."""
     facts = {name: facts_of(tensor) for name, tensor in others.items()}
     dense = as_new(next(iter(others.values()))).stride()
     sequences = sequences_of(cu_seqlens)
-    return calls.make_kernel_call(direction, facts_of(gates), facts, dense, sequences, dim, reverse)
+    return calls.make_kernel_call(
+        direction, facts_of(gates), facts, dense, sequences, dim, reverse, has_states
+    )
 
 
 def for_channels(gates: Tensor, model: Tensor, shape: tuple[int, ...] | None) -> Tensor:

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scan_registry.kernels.linear_scan.op import plans
+from scan_registry.kernels.linear_scan.op.arguments import Options
 from scan_registry.kernels.linear_scan.op.calls import packed_sequences
 from scan_registry.kernels.linear_scan.op.plans import runner
 from scan_registry.kernels.linear_scan.op.problems import (
@@ -16,6 +18,25 @@ from scan_registry.kernels.linear_scan.op.problems import (
 from scan_registry.ops.checks import common_shape
 
 SHAPES = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("entering", [None, "state"])
+@pytest.mark.parametrize("leaving", [False, True])
+def test_whether_packed_sequences_have_states(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, entering: str | None, leaving: bool
+) -> None:
+    x = torch.rand(2, 8)
+    bounds = torch.tensor([0, 3, 8]) if packed else None
+    state = entering and torch.rand(2, *([2] if packed else []))
+    problems = []
+    monkeypatch.setattr(plans, "runner", lambda problem, *_: problems.append(problem) or print)
+    options, wanted = Options(-1, False, leaving), (True, True, leaving)
+    plans.plan_forward(x, x, state, bounds, options)
+    plans.plan_backward(x, x, state, bounds, x, None, options, wanted)
+    plans.plan_backward(x, x, None, bounds, x, state, options, wanted)
+    has_states = packed and (entering is not None or leaving)
+    assert [problem.has_states for problem in problems] == [has_states] * 3
 
 
 @pytest.mark.parametrize("batch", [3, 70])
