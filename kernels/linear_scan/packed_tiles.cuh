@@ -1,7 +1,8 @@
 // Packed sequences in the tiles of warps: which steps of a tile are the first and the last of a sequence.
 //
-// TILE_WARPS is how many warps of a CTA have tiles.
+// TILE_WARPS is how many warps of a CTA have tiles, and a lane has ITEMS elements of one.
 #pragma once
+#include "../common/compiler.cuh"
 #include "../linear_scan/sequences.cuh"
 
 // Where 32 successive sequences begin. A warp keeps this in shared memory from tile to tile, since most tiles find there what
@@ -35,7 +36,7 @@ struct Nearby {
     }
 };
 
-// For the sequences that start or end at the steps [order, order + steps): calls start(place) and end(place), each in some lane.
+// For the sequences that start or end at the steps [order, order + steps): calls start(place, number) and end(place), each in some lane.
 // Returns whether there are any. All lanes of the warp take part.
 template <class Start, class End>
 __device__ bool find_ends(const Walk& walk, i64 order, int steps, const Start& start, const End& end) {
@@ -60,7 +61,7 @@ __device__ bool find_ends(const Walk& walk, i64 order, int steps, const Start& s
         const bool starts = distance < u64(steps) && number + lane < walk.count;
         const bool ends = distance - 1 < u64(steps) && mine > 0;
         any |= __any_sync(FULL_WARP, starts || ends);
-        if (starts) start(int(distance));
+        if (starts) start(int(distance), number + lane);
         if (ends) end(int(distance) - 1);
         loads = __any_sync(FULL_WARP, number + 31 < walk.count && nearby.begins[31] <= order + steps);
         number += 32;
@@ -90,6 +91,33 @@ struct Cursor {
     __device__ bool changes(int steps) const { return first >= order || next <= order + steps; }
     __device__ i64 index() const { return walk.index(number); }
 };
+
+// Which of a lane's elements are the first and the last of a sequence: a bit for each.
+struct LaneEnds {
+    unsigned starts = 0, ends = 0;
+
+    __device__ LaneEnds(const Walk& walk, i64 order) {
+        static_assert(ITEMS <= 32, "bits");
+        Cursor cursor(walk, order);
+#pragma unroll 1
+        for (;; cursor.advance(int(cursor.next - cursor.order))) {
+            const i64 first = cursor.first - order, end = cursor.next - order;
+            if (first < end && u64(first) < ITEMS) starts |= 1u << int(first);
+            if (first < end && u64(end - 1) < ITEMS) ends |= 1u << int(end - 1);
+            if (end >= ITEMS || cursor.number + 1 >= walk.count) break;
+        }
+    }
+    __device__ bool any() const { return starts || ends; }
+};
+
+// Element i of several in registers, where i is known only here.
+template <int N>
+__device__ State element_of(const State (&x)[N], int i) {
+    State one = x[0];
+#pragma unroll
+    for (int k = 1; k < N; k++) one = chosen(i == k, x[k], one);
+    return one;
+}
 
 // Whether it is neither infinite nor no number.
 __device__ inline bool is_finite(State x) { return x - x == State(0); }

@@ -69,7 +69,7 @@ struct BackwardTiles {
             element<TURNED>(ring, 0, k) = 0;
             (k + 1 < TIMES ? element<TURNED>(ring, 2, k + 1) : *extra_element(ring)) = BackwardStep::Padding::STATE;
         };
-        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, [](int) {}, close);
+        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, [](int, i64) {}, close);
 #endif
         const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         Affine map;

@@ -64,8 +64,20 @@ struct ForwardTiles {
             mend_both<TURNED>(ring, at, scans, ForwardStep::Padding::GATE, ForwardStep::Padding::TOKEN);
         }
 #if VARLEN
-        const auto close = [&](int k) { element<TURNED>(ring, 0, k) = closed(element<TURNED>(ring, 0, k)); };
-        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, close, [](int) {});
+        const auto start = [&](int k, i64 number) {
+            Storage &gate = element<TURNED>(ring, 0, k), &token = element<TURNED>(ring, 1, k);
+            if (!of.initial.first) {
+                gate = closed(gate);
+                return;
+            }
+            const Nearby& nearby = Nearby::of_warp();
+            if (nearby.begin_of(of.walk, number) == nearby.begin_of(of.walk, number + 1)) return;  // another one starts here
+            const State before = read(of.initial.of_sequence(scans, at, of.walk.index(number)));
+            const State x = ForwardStep::map(Element::widen(gate), Element::widen(token))(before);
+            const unsigned bits = __float_as_uint(x);
+            gate = joins() ? Storage(bits >> 16) : 0, token = Storage(bits);
+        };
+        tile_prefix.marked = find_ends(of.walk, scans.order<TURNED>(at), TIMES, start, [](int) {});
 #endif
         const Gates<TURNED, Tiles> gates(ring, of.gates, at, scans);
         Affine map;
@@ -78,7 +90,7 @@ struct ForwardTiles {
                 map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
         }
 #if VARLEN
-        if (tile_prefix.marked && (of.initial.first || !is_finite(map.scale) || !is_finite(map.shift)))
+        if (tile_prefix.marked && (joins() || !is_finite(map.scale) || !is_finite(map.shift)))
             compose_marked(ring, at, map);
 #endif
         tile_prefix.scan(map, at);
@@ -104,7 +116,7 @@ struct ForwardTiles {
             (VARLEN ? results[p] : *place) = words_of(piece.chunk);
         }
 #if VARLEN
-        const bool is_scanned = tile_prefix.marked && (of.initial.first || of.last.first || !is_finite(x)) &&
+        const bool is_scanned = tile_prefix.marked && (joins() || of.last.first || !is_finite(x)) &&
                                 finish_marked(ring, at, entering);
         if (!is_scanned)
 #pragma unroll
@@ -114,62 +126,55 @@ struct ForwardTiles {
         copy_out<TURNED>(ring, GATES, of.states, at, scans);
     }
 #if VARLEN
+    // Whether the first state of a sequence, computed when its tile is composed, waits in the places of its gate and token. It has
+    // the place of a token of 32 bits.
+    __device__ bool joins() const { return sizeof(Storage) == 2 && of.initial.first; }
+    __device__ State first_state(const Piece<TURNED>& gate, const Piece<TURNED>& token, int i) const {
+        if (joins()) return __uint_as_float(unsigned(gate.bits(i)) << 16 | unsigned(token.bits(i)));
+        return ForwardStep::map(gate.get(i), token.get(i))(State(0));
+    }
     // The same for a lane, if sequences start or end among its elements.
     __device__ void compose_marked(const Tiles& ring, const Position& at, Affine& map) const {
-        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
-        if (!cursor.changes(ITEMS)) return;
+        const LaneEnds lane(of.walk, scans.own_order<TURNED>(at));
+        if (!lane.starts) return;
         map = {};
 #pragma unroll 1
         for (int p = 0; p < PIECES; p++) {
-            if (!cursor.changes(VECTOR)) {
-                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-                const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            const Piece<TURNED> token{read_piece(ring.place(1, at.lane * PIECES + p))};
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
-                cursor.advance(VECTOR);
-                continue;
-            }
-#pragma unroll 1
-            for (int i = 0; i < VECTOR; i++, cursor.advance()) {
-                if (cursor.starts()) map = {State(0), State(0), read(of.initial.of_sequence(scans, at, cursor.index()))};
-                map = compose(map, step(ring, at, cursor, p * VECTOR + i));
+            for (int i = 0; i < VECTOR; i++) {
+                map = compose(map, ForwardStep::map(gate.get(i), token.get(i)));
+                if (lane.starts >> (p * VECTOR + i) & 1) map = {State(0), State(0), first_state(gate, token, i)};
             }
         }
     }
     __device__ bool finish_marked(const Tiles& ring, const Position& at, State x) const {
-        Cursor cursor(of.walk, scans.own_order<TURNED>(at));
-        if (!cursor.changes(ITEMS)) return false;
+        const i64 order = scans.own_order<TURNED>(at);
+        const LaneEnds lane(of.walk, order);
+        if (!lane.any()) return false;
 #pragma unroll 1
         for (int p = 0; p < PIECES; p++) {
             uint4* const place = ring.place(1, at.lane * PIECES + p);
-            if (!cursor.changes(VECTOR)) {
-                const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
-                Piece<TURNED> piece{read_piece(place)};
-                State out[VECTOR];
+            const Piece<TURNED> gate{read_piece(ring.place(0, at.lane * PIECES + p))};
+            Piece<TURNED> piece{read_piece(place)};
+            State out[VECTOR];
 #pragma unroll
-                for (int i = 0; i < VECTOR; i++) out[i] = x = ForwardStep::map(gate.get(i), piece.get(i))(x);
-                piece.set(out);
-                *place = words_of(piece.chunk);
-                cursor.advance(VECTOR);
-                continue;
+            for (int i = 0; i < VECTOR; i++) {
+                const bool starts = lane.starts >> (p * VECTOR + i) & 1;
+                out[i] = x = starts ? first_state(gate, piece, i) : ForwardStep::map(gate.get(i), piece.get(i))(x);
             }
+            piece.set(out);
+            *place = words_of(piece.chunk);
+            unsigned left = of.last.first ? lane.ends >> p * VECTOR & ((1u << VECTOR) - 1) : 0;
 #pragma unroll 1
-            for (int i = 0; i < VECTOR; i++, cursor.advance()) {
-                const int k = p * VECTOR + i;
-                if (cursor.starts()) x = read(of.initial.of_sequence(scans, at, cursor.index()));
-                x = step(ring, at, cursor, k)(x);
-                if (cursor.ends()) write(of.last.of_sequence(scans, at, cursor.index()), x);
-                element<TURNED>(ring, 1, at.lane * ITEMS + k) = Element::narrow(x);
+            for (; left; left &= left - 1) {
+                const int i = __ffs(left) - 1;
+                const Cursor cursor(of.walk, order + p * VECTOR + i);
+                write(of.last.of_sequence(scans, at, cursor.index()), element_of(out, i));
             }
         }
         return true;
-    }
-    // The tile's own gate of a sequence's first step has been overwritten.
-    __device__ Step step(const Tiles& ring, const Position& at, const Cursor& cursor, int k) const {
-        const int place = at.lane * ITEMS + k;
-        Storage gate = element<TURNED>(ring, 0, place);
-        if (cursor.starts()) gate = of.gates.row(at)[of.one_gate ? 0 : of.walk.at(cursor.order)];
-        return ForwardStep::map(Element::widen(gate), Element::widen(element<TURNED>(ring, 1, place)));
     }
 #endif
 };

@@ -37,9 +37,6 @@ enum : int { VECTOR = 16 / sizeof(Storage) };
 #include "../common/lookback.cuh"
 #include "../linear_scan/copy_hint.cuh"
 #include "../linear_scan/sequences.cuh"
-#if VARLEN
-#include "../linear_scan/packed_tiles.cuh"
-#endif
 
 enum : int {
     SIDE = 32 / LANES,
@@ -49,6 +46,9 @@ enum : int {
     LONG = 16 * LINE,  // for a row
     SUM_STEPS = 64 * VECTOR,  // time steps for which there is room for a sum
 };
+#if VARLEN
+#include "../linear_scan/packed_tiles.cuh"
+#endif
 // Sums of a row for which there is room (problem.py).
 __device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
 #if ONE_GATE
@@ -175,7 +175,8 @@ template <bool TURNED>
 struct Piece {
     Chunk<Element, VECTOR> chunk;
 
-    __device__ State get(int i) const { return chunk.get(TURNED ? VECTOR - 1 - i : i); }
+    __device__ Storage bits(int i) const { return chunk.bits(TURNED ? VECTOR - 1 - i : i); }
+    __device__ State get(int i) const { return Element::widen(bits(i)); }
     __device__ void set(const State (&x)[VECTOR]) {
         State in_memory[VECTOR];
 #pragma unroll

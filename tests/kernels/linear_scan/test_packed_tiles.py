@@ -27,9 +27,9 @@ ROWS = {
 DTYPES = {"forward": "bfloat16", "backward": "float32"}
 
 
-def emulated(direction: str, emulator: ModuleType, folder: Path) -> Any:
+def emulated(direction: str, emulator: ModuleType, folder: Path, dtype: str = "") -> Any:
     kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
-    pins = {"dtype": DTYPES[direction], "access": "varlen", "prefix_lead": 2}
+    pins = {"dtype": dtype or DTYPES[direction], "access": "varlen", "prefix_lead": 2}
     return emulator.emulated(kernel, like(kernel, pins), folder)
 
 
@@ -43,7 +43,9 @@ def many_short_sequences(time: int) -> Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("states", [False, True], ids=["", "states"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_many_short_sequences_match_the_reference(
+    dtype: str,
     direction: str,
     rows: str,
     states: bool,
@@ -52,10 +54,9 @@ def test_many_short_sequences_match_the_reference(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    library = emulated(direction, cuda_emulator, tmp_path)
+    library = emulated(direction, cuda_emulator, tmp_path, dtype)
     monkeypatch.setattr(cases, "random_cu_seqlens", many_short_sequences)
     setting = cases.Setting(states=states, reverse=reverse, packed=True)
-    dtype = DTYPES[direction]
     case = cases.draw(ROWS[rows], setting, dtype, "cpu").case(library.kernel.name, aligned=True)
     assert library.kernel.rules.accepts(library.variant, case.problem) is None
     library.run(case.problem, case.tensors, seed=0)
