@@ -127,10 +127,11 @@ def packs(problem: LinearScanProblem) -> bool:
 
 
 def cuts_packed(problem: LinearScanProblem) -> bool:
-    """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Sequences are not short if there
-    are states before or after them: a lane's code for several in its elements is slow then."""
+    """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Where there are states before or
+    after sequences, these are not short, and backward rows are long: a lane's code for sequences in its elements is slow then."""
     is_large = problem.batch * problem.channels * problem.time >= _LARGE
-    least = _SHORT_ROW if is_large else _LEAST_ROW
+    is_slow = problem.has_states and problem.direction == "backward"
+    least = _SHORT_ROW if is_large and not is_slow else _LEAST_ROW
     return problem.time >= max(least, _LEAST_MEAN * problem.sequences * problem.has_states)
 
 

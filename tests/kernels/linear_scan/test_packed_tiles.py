@@ -11,7 +11,7 @@ import torch
 from selecting import like
 from torch import Tensor
 
-from scan_registry.kernels.linear_scan import cases
+from scan_registry.kernels.linear_scan import cases, streams
 from scan_registry.kernels.linear_scan.op.bench import Case
 from scan_registry.kernels.linear_scan.op.operator import OPERATOR
 from scan_registry.kernels.linear_scan.spec import FAMILY
@@ -142,3 +142,20 @@ def test_how_rows_are_shared(
     flags = int(launch.scalars["flags"])
     assert (launch.grid[0], flags >> 2 & 0xFF, flags >> 10) == (ctas, warps, together)
     assert (launch.workspace > 0) == (warps == 0)
+
+
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        ("1024,2048:bfloat16:sequences=64", True, True),
+        ("1024,2048:bfloat16:sequences=64:state=1", False, False),
+        ("896,1229:bfloat16:sequences=12:state=1", True, False),
+        ("1024,65536:bfloat16:sequences=32:state=1", True, True),
+        ("473,501:bfloat16:sequences=15", False, False),
+    ],
+)
+def test_which_rows_are_cut(case: str, forward: bool, backward: bool) -> None:
+    """Not rows that are short and few; with states no short sequences, and backward no short rows."""
+    for direction, is_cut in (("forward", forward), ("backward", backward)):
+        problem = OPERATOR.posed(Case.parse(f"time_last:1,{case}"), direction)[-1]
+        assert streams.cuts_packed(problem) == is_cut
