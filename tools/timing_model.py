@@ -55,9 +55,9 @@ GPUS: Model = {
     "NVIDIA H100 80GB HBM3": {"sm_count": 132, "bandwidth": 3.0e9},
 }
 #: Where a fit starts, and the limits of what it may find.
-START = (2e-3, 1.0, 0.05, 1e-7, 1e-7, 1e-6, 8e-4, 2e-4, 5e-6, 0.5)
-LEAST = (5e-4, 0.5, 1e-3, 1e-11, 1e-12, 1e-12, 1e-6, 1e-7, 1e-9, 0.01)
-MOST = (2e-2, 2.0, 2.0, 1e-5, 1e-5, 1e-3, 1e-1, 1e-1, 1e-2, 1.0)
+START = (2e-3, 1.0, 0.1, 1e-7, 1e-7, 1e-6, 1e-6, 8e-4, 2e-4, 5e-6, 0.5)
+LEAST = (5e-4, 0.5, 1e-3, 1e-11, 1e-12, 1e-12, 1e-12, 1e-6, 1e-7, 1e-9, 0.01)
+MOST = (2e-2, 2.0, 20.0, 1e-5, 1e-5, 1e-3, 1e-3, 1e-1, 1e-1, 1e-2, 1.0)
 #: Timings that a design needs, at least.
 ENOUGH = 15
 #: The penalty for a coefficient that is e times its starting value. It keeps the fits of designs with few timings

@@ -3,8 +3,10 @@
 A design is a way of working that variants have in common, such as ``columns``: see ``streams.py``. A call takes a fixed
 time, and then as long as the slowest of three things that overlap:
 
-- DRAM moves the bytes. Where tiles are narrow in memory, that takes longer.
-- The busiest SM computes its elements, and for each thread and tile an exchange with other threads.
+- DRAM moves the bytes. Where rows of tiles begin or end within sectors of memory, which they then share with other tiles,
+  that takes longer.
+- The busiest SM copies the rows of its tiles, computes their elements, and for each thread and tile an exchange with other
+  threads.
 - The CTA that is done last waits for its tiles, one after the other: for memory, by the depth of its ring, and for what
   a tile computes. Where channels are contiguous and access is generic, each tile of a column waits for the one before.
 
@@ -23,21 +25,27 @@ from typing import NamedTuple
 from scan_registry.kernels.linear_scan import rings, streams
 from scan_registry.kernels.linear_scan.problem import ceil_div
 from scan_registry.kernels.linear_scan.registers import channel_last_tile, time_last_tile
-from scan_registry.kernels.linear_scan.space import MISALIGNED, ONE_GATE, VARLEN
+from scan_registry.kernels.linear_scan.space import MISALIGNED, ONE_GATE
 from scan_registry.kernels.model import ITEM_SIZE, Variant
 from scan_registry.kernels.tuning import Shape
 
+#: Of variants that there is a model for.
+_ACCESSES = "generic", "aligned", MISALIGNED, ONE_GATE
 #: Bytes side by side of a tile, beyond which more of them gain nothing.
 _WIDE = 256
 #: Threads of an SM that has as many CTAs as it has room for, where a variant keeps its tiles in registers.
 _RESIDENT = 1024
 #: How sharply the slowest of what overlaps decides.
 _SHARPNESS = 4
+#: Bytes of memory that are read and written together.
+_SECTOR = 32
 
 #: ps for an element of contiguous channels, at least, where a gate is shared by all time steps: such designs read it again
 #: for each. Timed on an H200, with (27, 144, 37132), (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one
 #: CTA passes over, and segments, lose nothing.
 _SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
+#: What tiles without gates take of the time of segments with them. Timed on an H200: 0.78 to 0.94, forward and backward.
+_WITHOUT_GATES = 0.9
 #: ms of a turn of rows that share a gate, at least, where a CTA has one stage, so that nothing is copied while it computes. Timed on
 #: an H200, with (8, 8, 5416).
 _TURN_ALONE = 1.3e-3
@@ -45,10 +53,11 @@ _TURN_ALONE = 1.3e-3
 COEFFICIENTS = (
     "call",
     "dram",  # a factor
-    "narrow",  # a factor
+    "split",  # a factor
     "element",
     "wide_element",
     "thread",
+    "row",
     "memory",
     "tile",
     "held",
@@ -89,9 +98,10 @@ class Work(NamedTuple):
     """What a variant has to do on a problem: numbers, or arrays of them.
 
     dram      bytes to and from it over its bandwidth, in ms
-    narrow    how many times narrower tiles are than wide ones, less one
+    split     bytes of sectors that rows of tiles share with other tiles, over their own
     elements  of the busiest SM; ``wide`` times more of wider dtypes, less one
     threads   of its tiles
+    rows      of its tiles; pieces of a wide row's bytes where they follow one another
     turns     tiles that the last CTA has one after the other
     missing   what the last wave has less than a whole one
     depth     of the ring
@@ -99,10 +109,11 @@ class Work(NamedTuple):
     """
 
     dram: float
-    narrow: float
+    split: float
     elements: float
     wide: float
     threads: float
+    rows: float
     turns: float
     missing: float
     depth: float
@@ -111,9 +122,9 @@ class Work(NamedTuple):
 
 def milliseconds(work: Work, of: Mapping[str, float]) -> float:
     """By the coefficients of its design. Arithmetic alone, so that it takes arrays, too."""
-    dram = work.dram * of["dram"] * (1 + of["narrow"] * work.narrow)
+    dram = work.dram * of["dram"] * (1 + of["split"] * work.split)
     of_element = of["element"] + of["wide_element"] * work.wide
-    busiest = work.elements * of_element + work.threads * of["thread"]
+    busiest = work.elements * of_element + work.threads * of["thread"] + work.rows * of["row"]
     turn = of["memory"] / work.depth + of["tile"] + of["held"] * work.held
     last = (work.turns + of["tail"] * work.missing) * turn
     slowest = dram**_SHARPNESS + busiest**_SHARPNESS + last**_SHARPNESS
@@ -135,6 +146,8 @@ def predicted(
             return None
         work = work_of(shape_of_variant, shape.sizes, sm_count, model["gpu"]["bandwidth"])
         ms = milliseconds(work, model[shape_of_variant.design])
+        if f"access={ONE_GATE}," in text:
+            ms *= _WITHOUT_GATES
         return max(ms, _least_with_shared_gates(shape_of_variant, shape.sizes, work))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at
@@ -165,7 +178,7 @@ def geometry(text: str) -> Geometry | None:
     variant = Variant.parse(text)
     dtype, access = variant.text("dtype"), variant.text("access")
     item = ITEM_SIZE[dtype]
-    if item == 8 or access == VARLEN or variant.language != "cuda":
+    if item == 8 or access not in _ACCESSES or variant.language != "cuda":
         return None
     tile = {name: value for name, value in variant.statics if isinstance(value, int)}
     time_last = variant.kernel.startswith("time_last")
@@ -189,6 +202,8 @@ def geometry(text: str) -> Geometry | None:
             times *= warps
             across = 1 if time_last else across
     tensors, shared = 3 if variant.kernel.endswith("forward") else 5, tile.get("ctas_per_column", 1)
+    if time_last and access == MISALIGNED and design != "segments":
+        design = f"misaligned_{design}"  # copies of such rows take longer
     kind = design, tensors, time_last, access == MISALIGNED, item
     alone = tile.get("stages") == 1
     return Geometry(*kind, across, times, per_thread, depth, blocks, row, shared, alone)
@@ -221,18 +236,22 @@ def work_of(of: Geometry, sizes: Mapping[str, float], sm_count: int, bandwidth: 
         ctas = columns * ceil_div(tiles, turns)
     else:
         ctas, turns = columns * of.shared, ceil_div(tiles, of.shared)
-    on_one = ceil_div(ctas, sm_count) if ctas <= slots else ctas / sm_count
-    elements = on_one * turns * of.across * of.times
+    elements = ceil_div(ctas, sm_count) * turns * of.across * of.times
     waves, missing = max(1.0, ctas / slots), math.ceil(ctas / slots) - ctas / slots
     if chained:
         waves, missing = tiles, 0
-    row = min(of.row, time if of.time_last else channels) * of.item
+    pitch, row, split = (time if of.time_last else channels) * of.item, of.row * of.item, 0
+    if row < pitch:
+        split = _SECTOR - math.gcd(pitch, row, _SECTOR)
+    else:  # rows of a tile follow one another
+        row = _WIDE
     return Work(
         dram=moved / bandwidth,
-        narrow=max(0.0, _WIDE / row - 1),
+        split=split / row,
         elements=elements,
         wide=of.item / 2 - 1,
         threads=elements / of.held,
+        rows=elements * of.item / row,
         turns=waves * turns,
         missing=missing * turns if ctas > slots else 0,
         depth=of.depth,
