@@ -19,8 +19,8 @@ AREA = 4096
 _CHANNELS, _LEAST_CHANNELS, _ONE_TILE = 32, 8, 5000
 #: The fewest channels otherwise.
 _FEWEST_CHANNELS = 6
-#: Batches below which kernels that cut time are faster: there is a CTA for each batch.
-_LEAST_BATCHES = 192
+#: Batches, and elements of a batch, below which other kernels are faster: there is a CTA for each batch.
+_LEAST_BATCHES, _LEAST_ELEMENTS = 192, 512
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -66,6 +66,8 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     least = _LEAST_CHANNELS if problem.direction == "backward" or one_tile else _FEWEST_CHANNELS
     if not least <= problem.channels <= _CHANNELS:
         return f"{problem.channels} channels; it takes {least} to {_CHANNELS}"
+    if problem.channels * problem.time < _LEAST_ELEMENTS:
+        return "tiles that have several batches are faster"
     if problem.batch < _LEAST_BATCHES:
         return f"{problem.batch} batches would leave most of a GPU idle"
     return None

@@ -37,8 +37,11 @@ _STEPS_AND_BLOCKS: dict[tuple[str, str], tuple[int, int]] = {
 _MANY_WARPS, _FEW_WARPS = 8, 4
 #: Widths of columns that leave few of a CTA's 256 threads idle, for rows of more channels than the first width.
 _ACROSS = (32, 36, 42, 51, 64)
-#: Steps of a thread below which a tile is to have several batches.
-_LEAST_STEPS = 8
+#: Steps of a thread below which a tile is to have several batches; the second number where a tile would have one whole batch, and
+#: all batches have more than the third number of elements.
+_LEAST_STEPS, _MORE_STEPS, _MANY_ELEMENTS = 8, 16, 1 << 21
+#: Steps of a thread, at least, in a tile of several batches.
+_JOINED_STEPS = 4
 _PIECE = 16
 #: Channels of misaligned rows up to which kernels that scan columns serially have too many idle threads.
 _NARROW_ROW = 32
@@ -48,9 +51,14 @@ _FEW_COLUMNS = {2: 56, 4: 64}
 _MISALIGNED_COLUMN = 64
 #: Steps below which a column-serial kernel has no time to lose.
 _LEAST_TIME = 512
+#: Steps of one tile of a column-serial kernel. It has a CTA for each batch: batches up to which that is faster for so few steps, of
+#: few channels, and from which it is slower for one column of more.
+_ONE_TILE, _FEW_BATCHES, _TOO_MANY_BATCHES = 64, 700, 1000
 #: Aligned rows of many batches: bytes of a row, and time steps for elements of two bytes, up to which, and steps of any row of few
-#: channels below which column-serial kernels have too many idle threads.
-_MANY_BATCHES, _SHORT_ROW, _SHORT_TIME, _FEW_STEPS = 128, 16, 128, 16
+#: channels below which column-serial kernels have too many idle threads. Elements of such short rows of float32 from which it is
+#: faster for any number of batches.
+_MANY_BATCHES, _SHORT_ROW, _SHORT_TIME, _FEW_STEPS = 1500, 16, 128, 16
+_LEAST_ELEMENTS = 200_000
 #: Packed sequences: elements that take as long as a launch, and those that take as long as other kernels take for the longest
 #: sequence, for each step of the mean: columns of aligned sequences, or Triton's programs. Channels from which generic kernels are
 #: faster, which take all sequences in turn.
@@ -63,8 +71,8 @@ _GROUP = 32
 _FEW_BYTES, _FEW_TILES = 1 << 16, 512
 #: Rows of few channels with so few elements that most SMs would be idle have tiles of fewer steps, and more of them.
 _FEW_ELEMENTS, _FEWER_STEPS, _BUSY = 1 << 19, 15, 128
-#: Of these, rows of so few elements and channels, for which tiles of few warps are faster.
-_FEWEST_ELEMENTS, _FEWEST_CHANNELS = 1 << 18, 7
+#: Channels up to which tiles of few warps are faster.
+_FEWEST_CHANNELS = 8
 
 
 def tiles(direction: Direction, dtype: str) -> Iterator[Tile]:
@@ -140,7 +148,11 @@ def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
     tensors for that, and gates to change with time."""
     if not problem.congruent() or problem.has_one_gate():
         return None
+    is_short, batches = 1 < problem.time <= _ONE_TILE, problem.batch
     if problem.channels <= _NARROW_ROW and problem.time > 1:
+        if not is_short or batches > _FEW_BATCHES:
+            return None
+    elif is_short and problem.channels <= _MISALIGNED_COLUMN and batches >= _TOO_MANY_BATCHES:
         return None
     columns = problem.batch * ceil_div(problem.channels, _MISALIGNED_COLUMN)
     if columns < _FEW_COLUMNS[ITEM_SIZE[problem.dtype]] and problem.time >= _LEAST_TIME:
@@ -151,9 +163,12 @@ def _column_serial_is_faster(problem: LinearScanProblem) -> str | None:
 def _short_rows(problem: LinearScanProblem) -> bool:
     """Whether many batches have rows of so few bytes, or so few rows, that a tile of other kernels is mostly empty."""
     item = ITEM_SIZE[problem.dtype]
+    is_short = problem.channels * item <= _SHORT_ROW
+    if is_short and item == 4 and _elements(problem) >= _LEAST_ELEMENTS:
+        return problem.time > 1
     if problem.batch < _MANY_BATCHES or problem.time == 1:
         return False
-    if problem.channels * item <= _SHORT_ROW:
+    if is_short:
         return item == 4 or problem.time < _SHORT_TIME
     few = problem.channels <= _NARROW_ROW and problem.time < _FEW_STEPS
     return few and not problem.sums
@@ -165,16 +180,12 @@ def times(variant: Variant) -> int:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """It takes only what it is the fastest for. Of few channels, few warps are faster where a tile has all of a batch, or of several:
-    a thread then has more rows, and fewer threads wait for one another."""
+    """It takes only what it is the fastest for. Tiles that have all of a batch, or of several, are the fastest. Of these, and for few
+    channels, few warps are: a thread then has more rows, and fewer threads wait for one another."""
     shape = tile_shape(variant, problem)
-    short = problem.channels <= _NARROW_ROW and (shape.joined or shape.times >= problem.time)
-    fewest = (
-        problem.channels <= _FEWEST_CHANNELS
-        and _elements(problem) <= _FEWEST_ELEMENTS
-        and _is_small(problem, shape.across, variant.number("steps"))
-    )
-    return -1.0 - (variant.number("warps") == (_FEW_WARPS if short or fewest else _MANY_WARPS))
+    whole = shape.joined or shape.times >= problem.time
+    few = whole or problem.channels <= _FEWEST_CHANNELS
+    return -1.0 - 2 * whole - (variant.number("warps") == (_FEW_WARPS if few else _MANY_WARPS))
 
 
 class TileShape(NamedTuple):
@@ -249,8 +260,9 @@ def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> Ti
     # One row more before the tile, and one after it.
     left = _area(variant) - 2 * ceil_div(pitch, _PIECE) * _PIECE - 2 * _PIECE
     most = min(variant.number("steps"), left // pitch // slots)
-    if across < _ACROSS[0]:
-        most -= 1 - most % 2  # odd, so that few threads have the same bank of shared memory
+    odd = across < _ACROSS[0]  # so that few threads have the same bank of shared memory
+    if odd:
+        most -= 1 - most % 2
     tiles = ceil_div(problem.time, slots * most)
     if _is_small(problem, across, most):
         busy = min(
@@ -259,11 +271,11 @@ def _of_columns(variant: Variant, problem: LinearScanProblem, number: int) -> Ti
         )
         tiles = max(tiles, busy)
     steps = most if tiles > 1 and problem.sums else ceil_div(problem.time, slots * tiles)
-    if steps < _LEAST_STEPS and _follow(problem):
-        return TileShape(across, slots, most, True, dense)
-    if across < _ACROSS[0]:
-        steps |= 1
-    return TileShape(across, slots, steps, False, dense)
+    many = tiles == 1 and _elements(problem) > _MANY_ELEMENTS
+    if steps < (_MORE_STEPS if many else _LEAST_STEPS) and _follow(problem):
+        busy = ceil_div(problem.batch * problem.time, slots * _BUSY)
+        return TileShape(across, slots, min(most, max(_JOINED_STEPS, busy) | odd), True, dense)
+    return TileShape(across, slots, steps | odd, False, dense)
 
 
 def _follow(problem: LinearScanProblem) -> bool:

@@ -206,6 +206,9 @@ def test_gates_that_channels_share(
         (posed("256,2000,7:float32"), False),
         (posed("64,2048,17:float32", "backward", gate_stride=0), True),
         (posed("8,4096,1024:bfloat16", alignment=2), True),
+        (posed("62,820010,4:float32"), True),
+        (posed("2000,11,41:float16"), True),
+        (posed("2000,10,30:float32", "backward"), True),
         (shared("8,4096,1024:bfloat16"), True),
         (shared("1,70000,12:float32", "backward"), True),
         (posed("8,4099,1001:bfloat16"), False),
@@ -213,6 +216,9 @@ def test_gates_that_channels_share(
         (posed("8,4096,1024:bfloat16"), False),
         (posed("1,100,51:float32"), False),
         (posed("66,2044,8:bfloat16"), False),
+        (posed("300,9,29:float16"), False),
+        (posed("986,13,24:bfloat16"), False),
+        (posed("200,100,4:float32"), False),
         (posed("4000,200,8:bfloat16"), False),
     ],
     ids=repr,
@@ -257,6 +263,8 @@ def test_what_takes_packed_sequences(problem: LinearScanProblem, is_taken: bool)
     [
         (posed("1024,168,21:bfloat16"), 4),
         (posed("1000,100,3:float32"), 4),
+        (posed("37,3913,5:bfloat16"), 4),
+        (posed("13496,1010,6:float16"), 8),
         (posed("256,512,7:float32"), 8),
         (posed("1,262144,21:float32"), 8),
         (posed("2,7077,7:float32"), 4),
@@ -266,7 +274,7 @@ def test_what_takes_packed_sequences(problem: LinearScanProblem, is_taken: bool)
     ids=repr,
 )
 def test_short_batches_take_few_warps(problem: LinearScanProblem, warps: int) -> None:
-    """Many warps where few would need another tile for a batch, but for the smallest scans."""
+    """Many warps where few would need another tile for a batch, or channels are many."""
     kernel, _ = the_kernel(problem.direction, problem.dtype)
     taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
     assert min(taking, key=lambda v: kernel.cost(v, problem)).number("warps") == warps
