@@ -7,6 +7,7 @@ are in ``rings.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from scan_registry.kernels.linear_scan import rings, streams
@@ -16,14 +17,18 @@ from scan_registry.kernels.model import ITEM_SIZE, Launch, Variant
 
 #: SMs of an H100 or H200. The kernel was timed on an H200, and the limits below are of such GPUs.
 _SMS = 132
-#: The least CTAs of a column, and the least product of scans and CTAs of a column: below, tiles that look back are faster.
-_LEAST_CTAS, _LEAST_SCANS = 2, 4400
+#: The least CTAs of a column.
+_LEAST_CTAS = 2
+#: Steps for each CTA of a column, up to which the product of scans and CTAs of a column is to be at least so large: below, tiles that
+#: look back are faster. Channels up to which only the last of these counts.
+_LEAST_SCANS = ((128, 0), (256, 2000), (math.inf, 4400))
+_FEW_CHANNELS = 32
 #: The least CTAs of a wide column: with two, columns that one CTA scans are as fast.
 _LEAST_WIDE_CTAS = 3
 #: The most CTAs of a column, by the tile. Columns that have no room for more than the first are 2 to 10% faster with that tile.
 _FEW_CTAS, _MANY_CTAS = 4, 8
-#: Steps below which no CTA has several tiles.
-_LEAST_TIME = 512
+#: Steps below which columns that one CTA scans are as fast, by whether narrow columns have no more CTAs than the least number.
+_LEAST_TIME = {False: 256, True: 512}
 #: Channels of a narrow column. A wide one has twice as many, so fewer columns lie side by side and share sectors of memory.
 _CHANNELS = 64
 #: Channels of a thread in narrow and wide columns. Of wide ones, the steps of a thread.
@@ -70,6 +75,11 @@ def _ctas(variant: Variant, problem: LinearScanProblem, sm_count: int) -> int:
     return min(variant.number("ctas_per_column"), sm_count // _columns(variant, problem))
 
 
+def _narrow_ctas(problem: LinearScanProblem) -> int:
+    """CTAs of a narrow column that there is room for."""
+    return _SMS // (problem.batch * ceil_div(problem.channels, _CHANNELS))
+
+
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
     """Why it does not solve a problem, or is not the fastest for it."""
     if problem.whole_chunks(problem.chunk()) or not problem.congruent():
@@ -81,7 +91,11 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
         return f"{_columns(variant, problem)} columns; a GPU has no room for several CTAs of each"
     if reason := _other_columns_are_faster(variant, problem, ctas):
         return reason
-    if problem.time < _LEAST_TIME or problem.batch * problem.channels * ctas < _LEAST_SCANS:
+    steps, scans = problem.time / ctas, problem.batch * problem.channels
+    *_, (_, least) = _LEAST_SCANS
+    if problem.channels > _FEW_CHANNELS:
+        least = next(scans for most, scans in _LEAST_SCANS if steps <= most)
+    if problem.time < _LEAST_TIME[_narrow_ctas(problem) <= _LEAST_CTAS] or scans * ctas < least:
         return "tiles that look back are faster for so few scans or steps"
     return None
 
@@ -91,7 +105,7 @@ def _other_columns_are_faster(
 ) -> str | None:
     """Why other columns, or a tile for fewer CTAs, are faster than so many CTAs of each column."""
     if variant.number("vector") == _WIDE:
-        narrow = _SMS // (problem.batch * ceil_div(problem.channels, _CHANNELS))
+        narrow = _narrow_ctas(problem)
         if ctas < max(2 * narrow, _LEAST_WIDE_CTAS):
             return f"a GPU has room for {narrow} CTAs of each narrow column; these are faster"
     elif ctas <= _FEW_CTAS < variant.number("ctas_per_column"):
