@@ -35,7 +35,7 @@ def unsafe(source: str) -> Iterator[int]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        if not ast.unparse(node.func).startswith(("subprocess.", "captured")):
+        if not ast.unparse(node.func).startswith(("subprocess.", "captured", "forked.")):
             continue
         words = expressions(node)
         words |= {word for name in words & named.keys() for word in named[name]}

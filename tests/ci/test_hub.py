@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import hub_programs
 import pytest
+from forked import captured
 from kernels.variants import get_variants_local, resolve_variant
 from kernels_data import Digest, DigestAlgorithm, Metadata
 
@@ -37,15 +37,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(program: str, *arguments: object, cwd: Path) -> Any:
     """What the program prints as its last line, which is JSON."""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-        encoding="utf-8",
-    )
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = captured([sys.executable, "-c", program, *arguments], cwd=cwd, env=variables)
+    assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import by_path
+import forked
 import pytest
 from processes import captured
 
@@ -120,7 +121,7 @@ def with_family(copy: Path) -> Path:
 
 def run(place: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": str(place), **environment}
-    done = captured([sys.executable, *words], cwd=place, env=variables)
+    done = forked.captured([sys.executable, *words], cwd=place, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from processes import captured
+from forked import captured
 
 import scan_registry
 from scan_registry import kernels

@@ -7,12 +7,13 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
+import processes
 import pytest
 from counting import calls_of
 
@@ -23,19 +24,14 @@ import scan_registry.kernels
 HEAVY = ("torch", "triton", "cuda", "numpy", "rich")
 
 
-def fresh(script: str, cwd: Path, **environment: str) -> Any:
+def fresh(
+    script: str, cwd: Path, run: Callable[..., Any] = processes.captured, **environment: str
+) -> Any:
     """What a new interpreter prints as JSON when it runs ``script`` in ``cwd``."""
     environment = {**os.environ, **environment}
     environment.pop("PYTHONPATH", None)
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=cwd,
-        env=environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-    )
+    result = run([sys.executable, "-c", script], cwd=cwd, env=environment)
+    assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
@@ -140,7 +136,7 @@ def test_public_names() -> None:
 
 
 def test_subpackages_are_attributes_that_nothing_loads_before(tmp_path: Path) -> None:
-    """Each in a process in which nothing else has imported it."""
+    """Each in a process in which nothing else has imported it, other than torch."""
     script = """
 import json, sys
 import scan_registry
@@ -153,7 +149,7 @@ found = [scan_registry.nn.LSTM, compat.accelerated_scan.warp.scan, compat.accele
          scan_registry.distributed.scan_summary]
 print(json.dumps([loaded, listed, here, [each.__name__ for each in found]]))
 """
-    loaded, listed, here, result = fresh(script, tmp_path)
+    loaded, listed, here, result = fresh(script, tmp_path, forked.captured)
     assert loaded == ["scan_registry.base", "scan_registry.base.lazy"]
     assert all(listed)
     assert {"accelerated_scan", "flashrnn", "sequential_scan", "complex", "ref", "warp"} <= set(
@@ -205,7 +201,7 @@ for again, loaded in {AGAIN!r}.items():
 print(json.dumps(answers))
 """
     expected = ["scan_registry.nn", [12.0, 12.0], "scan_registry.compat", "scan_registry.compat"]
-    answers = map(json.loads, fresh(script, tmp_path))
+    answers = map(json.loads, fresh(script, tmp_path, forked.captured))
     assert dict(zip(AGAIN, answers, strict=True)) == dict.fromkeys(AGAIN, expected)
 
 

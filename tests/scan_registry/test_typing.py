@@ -8,11 +8,11 @@ import importlib
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 from processes import captured
 
@@ -96,7 +96,7 @@ def test_the_program_uses_every_public_name() -> None:
 
 
 def test_the_program_runs(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, PROGRAM], cwd=tmp_path, check=True)
+    forked.captured([sys.executable, PROGRAM], cwd=tmp_path, check=True)
 
 
 @pytest.fixture

@@ -12,10 +12,12 @@ import shlex
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from processes import captured
 
 SOURCE = Path(__file__).with_name("cuda.c")
 _FLAGS = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
@@ -175,21 +177,21 @@ class Stub:
         }
 
     def run(
-        self, script: str, *arguments: object, check: bool = True, **variables: str
+        self,
+        script: str,
+        *arguments: object,
+        check: bool = True,
+        start: Callable[..., subprocess.CompletedProcess[str]] = captured,
+        **variables: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run a Python script against the stub, in a fresh process away from the sources.
 
-        With ``check``, ``AssertionError`` with what the script printed if it fails.
+        With ``check``, ``AssertionError`` with what the script printed if it fails. ``start`` is ``forked.captured`` for one
+        that imports torch.
         """
-        done = subprocess.run(
-            [sys.executable, "-c", script, *map(str, arguments)],
-            cwd=self.folder,
-            env={**os.environ, **self.environment(), **variables},
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            check=False,
-        )
+        environment = {**os.environ, **self.environment(), **variables}
+        words = [sys.executable, "-c", script, *arguments]
+        done = start(words, cwd=self.folder, env=environment)
         if check and done.returncode:
             raise AssertionError(f"exit status {done.returncode}\n{done.stdout}{done.stderr}")
         return done

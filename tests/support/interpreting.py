@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import captured
+from forked import captured
 
 #: What the scripts import beside the package.
 SUPPORT = str(Path(__file__).parent)

@@ -12,7 +12,6 @@ import os
 import pty
 import re
 import struct
-import subprocess
 import sys
 import termios
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,8 @@ from itertools import islice
 from pathlib import Path
 from threading import Thread
 from typing import Any
+
+from forked import captured
 
 from scan_registry.aot.compile import compile_variant
 from scan_registry.artifact import archive
@@ -171,14 +172,9 @@ def pages(folders: Mapping[str, Path], widths: Sequence[int | None] = WIDTHS) ->
         for width in widths
     ]
     given = [(width, folder, call.split()) for width, folder, call in calls]
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            _PROGRAM,
-            str(Path(__file__).parent),
-            "" if widths == WIDTHS else "8000",
-        ],
+    most = "" if widths == WIDTHS else "8000"
+    result = captured(
+        [sys.executable, "-c", _PROGRAM, Path(__file__).parent, most],
         env={
             **os.environ,
             "SCAN_REGISTRY_LIBCUDA": "libcuda.so.1 (of which there is none)",
@@ -189,8 +185,6 @@ def pages(folders: Mapping[str, Path], widths: Sequence[int | None] = WIDTHS) ->
         cwd="/",
         check=True,
         input=json.dumps(given),
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
     )
     printed = iter(zip(calls, json.loads(result.stdout), strict=True))
     made = {}

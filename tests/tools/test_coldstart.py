@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from forked import captured
 
 
 @pytest.fixture
@@ -18,7 +22,13 @@ def tool(load_tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_scans(tool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scans(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fork(script: str, arguments: Sequence[object], environment: Mapping[str, str]) -> Any:
+        command = [sys.executable, "-c", script, *arguments]
+        done = captured(command, cwd=tmp_path, env=environment, check=True)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    monkeypatch.setattr(tool, "fresh_process", fork)
     monkeypatch.setattr(tool, "ROUNDS", 2)
     monkeypatch.setattr(tool, "BASELINES", ())
     ours, scale = tool.measure_scans("cpu", 1)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_kernels import check, surround
-from processes import captured
+from forked import captured
 
 from scan_registry.kernels import ROOT
 from scan_registry.kernels.gated_scan import cases

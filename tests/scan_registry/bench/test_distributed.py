@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from processes import captured
+from forked import captured
 
 import scan_registry
 

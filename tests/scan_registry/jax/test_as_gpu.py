@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import captured
 
 pytest.importorskip("jax")
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -186,7 +187,7 @@ except scan_registry.NoKernelError as error:
 print(json.dumps([text, [str(w.message) for w in caught], refused]))
 """
     stub_driver.gpu((7, 0))
-    text, told, refused = json.loads(stub_driver.run(PRELUDE + script).stdout)
+    text, told, refused = json.loads(stub_driver.run(PRELUDE + script, start=captured).stdout)
     assert "custom_call @scan_registry" not in text
     assert [words for words in told if "operators of JAX stand in" in words]
     assert "time_last_forward" in refused
@@ -232,7 +233,7 @@ print(json.dumps(kernels))
         "ssd_scan": ["adjoint", "backward", "forward", "states"],
         "causal_conv1d": ["backward", "forward"],
     }
-    kernels = json.loads(stub_driver.run(PRELUDE + script).stdout)
+    kernels = json.loads(stub_driver.run(PRELUDE + script, start=captured).stdout)
     assert kernels.keys() == scans.keys()
     for name, expected in scans.items():
         endings = [kernel.rpartition(".")[2].removeprefix("time_last_") for kernel in kernels[name]]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from forked import captured
 from torch.utils.flop_counter import FlopCounterMode
 
 from scan_registry import (
@@ -203,9 +203,7 @@ for program in as_its_user, operator_last, operator_first, operator_first_and_ru
 def test_it_does_not_matter_what_is_imported_first() -> None:
     """The operator is imported after the counter was made, or before it was imported; and nothing else imports it."""
     command = [sys.executable, "-c", _PROGRAMS]
-    created = subprocess.run(
-        command, check=True, text=True, encoding="utf-8", stdout=subprocess.PIPE, cwd="/"
-    )
+    created = captured(command, check=True, cwd="/")
     assert created.stdout.split() == ["False", "48", "48", "48"]
 
 

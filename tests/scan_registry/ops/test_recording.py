@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from processes import captured
+from forked import captured
 
 #: At the end of a process Python replaces what a module holds by None, and objects in cycles outlive that.
 SCRIPT = """

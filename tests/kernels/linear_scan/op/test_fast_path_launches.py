@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from processes import captured
+from forked import captured
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from diagnosing import SCHEMA, Capture, Describe, Provide, document, errors, text
+from forked import captured
 from jsonschema import Draft202012Validator
-from processes import captured
 
 from scan_registry.cli import doctor as command
 from scan_registry.cli import main

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from explaining import CALL, Capture, Factory, document, explained, valid
+from forked import captured
 from imaginary import NVRTC
-from processes import captured
 
 import scan_registry
 from scan_registry.artifact.archive import Archive
@@ -210,7 +210,7 @@ def test_a_gpu_of_this_machine(stub_driver: Any) -> None:
     stub_driver.gpu((9, 0), name="Imaginary A").gpu((7, 5), name="Imaginary B")
     more = ["--json"], ["--device", "cuda:1"], ["--device", "cuda:2"]
     calls = json.dumps([[*CALL, *words] for words in more])
-    said, *lines = stub_driver.run(CALLS + DISPATCH, calls).stdout.splitlines()
+    said, *lines = stub_driver.run(CALLS + DISPATCH, calls, start=captured).stdout.splitlines()
     first, second, third = json.loads(said)
     assert (first[0], second[0], third[0]) == (0, 0, 2)
     report = json.loads(first[1])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import watched
-from processes import captured
+from forked import captured
 from torch import Tensor
 from watched import MIXES, Case, Memory, levels, using
 
