@@ -19,11 +19,12 @@ from torch.torch_version import TorchVersion
 pytestmark = pytest.mark.slow
 #: Ranks, and what differs from two ranks that share each sequence, in float64.
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "2 along time": (2, {}),
-    "2 along time, float32": (2, {"dtype": "float32", "steps": 6}),
+    "2 along time": (2, {"steps": 6}),
+    "2 along time, for longer": (2, {}),
+    "2 along time, float32": (2, {"dtype": "float32", "steps": 3}),
     "2 along time, bfloat16": (2, {"dtype": "bfloat16", "steps": 3}),
     "2 along time, compiled": (2, {"compile": "eager", "steps": 2}),
-    "2 of data, 2 along time": (4, {"time_ranks": 2, "steps": 6}),
+    "2 of data, 2 along time": (4, {"time_ranks": 2, "steps": 2}),
     "2 of data, 2 along time, replicas, checkpointing": (
         *(4, {"time_ranks": 2, "replicate": True, "checkpoint": True, "steps": 2}),
     ),
@@ -40,7 +41,13 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPo
         pool.close()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if "steps" in given else pytest.mark.thorough)
+        for case, (_, given) in CASES.items()
+    ],
+)
 def test_training_is_that_of_one_process(pools: dict[int, RankPool], case: str) -> None:
     ranks, given = CASES[case]
     if "dtype" in given and torch.__version__ < TorchVersion("2.13"):
@@ -54,7 +61,8 @@ def test_training_is_that_of_one_process(pools: dict[int, RankPool], case: str) 
         assert record["ranks"] == first["ranks"]
     losses = [loss for loss, _ in first["ranks"]]
     assert len(losses) == given.get("steps", 20)
-    assert losses[-1] < losses[0] - 1 if len(losses) == 20 else losses[-1] != losses[0]
+    less = {20: 1, 6: 0.2}.get(len(losses))
+    assert losses[-1] < losses[0] - less if less else losses[-1] != losses[0]
 
 
 @pytest.mark.parametrize(("mistake", "wrong"), [("scale", "norm"), ("group", "loss")])
@@ -63,17 +71,17 @@ def test_mistakes_are_seen(pools: dict[int, RankPool], mistake: str, wrong: str)
         assert record["apart"][wrong] > 1e-6
 
 
-def test_the_program(tmp_path: Path) -> None:
+def test_the_program(pools: dict[int, RankPool], tmp_path: Path) -> None:
     """Its exit status is 1 on the second rank, which accepts no difference at all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    path, pool = tmp_path / "record.json", RankPool(tmp_path, 2)
+    path = tmp_path / "record.json"
     arguments = ["--device", "cpu", "--dtype", "float64", "--steps", "2", "--json", str(path)]
     try:
-        first, second = pool.run(2, program.main, port, arguments)
+        first, second = pools[2].run(2, program.main, port, arguments)
     finally:
-        pool.close()
+        pools[2].close()  # whose processes have lost their group
     assert (first[0], second[0]) == (0, 1)
     assert second[1] == ""
     record = json.loads(path.read_text(encoding="utf-8"))

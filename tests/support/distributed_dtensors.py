@@ -139,14 +139,6 @@ def outputs(made: Any) -> tuple[Any, ...]:
     return made if isinstance(made, tuple) else (made,)
 
 
-def _sum(made: Any) -> Any:
-    """A loss in which elements differ."""
-    total: Any = 0
-    for each in outputs(made):
-        total = total + (each * each * each.detach().cos()).sum()
-    return total
-
-
 def mesh_of(group: Any) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
@@ -167,8 +159,16 @@ def compare(call: Call, made: Any, parts: Sequence[Any]) -> list[Any]:
         torch.testing.assert_close(one.full_tensor(), other)
         assert one.shape == other.shape
         assert one.stride() == other.stride()
-    wanted = torch.autograd.grad(_sum(expected), whole)
-    found = torch.autograd.grad(_sum(made), parts)
+    mesh = outputs(made)[0].device_mesh
+    # In which elements differ. A loss of DTensors would take longer than all else: torch tries every way in which its
+    # operators may lie on a mesh.
+    weights = [each.detach().cos() for each in outputs(expected)]
+    placed = [
+        distribute_tensor(weight, mesh, one.placements, src_data_rank=None)
+        for weight, one in zip(weights, outputs(made), strict=True)
+    ]
+    wanted = torch.autograd.grad(outputs(expected), whole, weights)
+    found = torch.autograd.grad(outputs(made), parts, placed)
     for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
         torch.testing.assert_close(
             one.full_tensor(), other, msg=lambda text, n=number: f"gradient {n}: {text}"
