@@ -109,15 +109,21 @@ def test_matches_the_formulas(
     "direction", ["forward", pytest.param("backward", marks=pytest.mark.thorough)]
 )
 def test_a_row_of_many_segments(direction: str, cuda_emulator: ModuleType, tmp_path: Path) -> None:
-    """More than a look-back reads one by one, and few enough resets that states come from afar."""
+    """More than a look-back reads one by one, and few enough resets that states come from afar. Of short segments, as the
+    reference takes each step."""
     torch.manual_seed(0)
     variant = chosen(direction, "float32", "rg_lru", "cut")
-    setting = cases.Setting(states=True, resets=True)
-    trial = cases.draw((1, 1, 200_008), "rg_lru", setting, "float32", "cpu")
-    reset = torch.zeros(1, 200_008, dtype=torch.bool)
-    reset[:, [17, 150_000]] = True
+    of_two_rows = replace(
+        variant, statics=tuple((n, 2 if n == "rows" else v) for n, v in variant.statics)
+    )
+    setting, time = cases.Setting(states=True, resets=True), 130 * 2 * 128 + 8
+    trial = cases.draw((1, 1, time), "rg_lru", setting, "float32", "cpu")
+    reset = torch.zeros(1, time, dtype=torch.bool)
+    reset[:, [17, time * 3 // 4]] = True
     trial = changed(trial, reset=reset, parameters=torch.full((1, 1), -12.0))
-    check(cuda_emulator.emulated(KERNELS[direction], variant, tmp_path), trial)
+    problem = next(trial.launches(KERNELS[direction].name)).problem
+    assert KERNELS[direction].launch(of_two_rows, problem, 10_000).grid[0] > 130
+    check(cuda_emulator.emulated(KERNELS[direction], of_two_rows, tmp_path), trial)
 
 
 @BOTH_WAYS

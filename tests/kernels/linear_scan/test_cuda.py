@@ -140,7 +140,8 @@ def short(dtype: str) -> tuple[cases.Trial, ...]:
 def long(dtype: str) -> tuple[cases.Trial, ...]:
     """What those that are cut, or shared by blocks, are given besides: it takes as long to solve as to compile one."""
     torch.manual_seed(1)
-    posed = [*product(LONG, (LASTING, replace(LASTING, reverse=True)))]
+    ways = LASTING, replace(LASTING, reverse=True)  # one for each shape, in another dtype the other
+    posed = [*zip(LONG, ways[:: 1 if dtype == "float32" else -1], strict=True)]
     posed += [(shape, LASTING) for shape in GROUPED.get(dtype, ())]
     posed += [SUMMED] if dtype == "float32" else []
     return tuple(cases.draw(*each, dtype, "cpu") for each in posed)
