@@ -13,7 +13,7 @@ least time. On pull requests another job builds for all, and fails where a kerne
 runs all of them, and what is marked thorough, as a workflow does once a week.
 
 ``sources`` and ``types``, which is mypy alone, for the commit hook, use the environment of the last test. ``test`` runs
-``sources`` beside the wheel's installation and pytest, and shows what it has printed if a check fails.
+``sources`` beside the installation of compilers and the wheel, and pytest, and shows what it has printed if a check fails.
 
 Needs Linux, Python 3.10 or later and a C compiler; no GPU, no CUDA toolkit. Everything that it makes
 is under build/dev. The wheel is built anew each time, through the PEP 517 backend in an isolated
@@ -63,6 +63,8 @@ WORK = ROOT / "build" / "dev"
 #: What the site is built from, and the pinned programs that build it.
 SITE = ROOT / "docs" / "mkdocs.yml"
 SITE_REQUIREMENTS = ROOT / "docs" / "requirements.txt"
+#: Packages of compilers, a third of all that is installed, which no check of sources looks into.
+COMPILERS = ("nvidia-cuda-nvrtc", "triton")
 #: What ``test`` compiles for, in a third of the time of sm90 and this. Tests compile a variant of each kernel for the others.
 TESTED = "ptx80"
 
@@ -80,12 +82,23 @@ def for_tests() -> list[str]:
     return list(project["optional-dependencies"]["test"])
 
 
+def upgrade_pip(environment: Environment) -> None:
+    """Python brings a pip that takes twice as long to find what to install. It will do if there is no other."""
+    run("upgrade pip", environment.install("pip>=25"))
+
+
 def install_tools(environment: Environment) -> None:
-    """Torch and the linters at their pinned versions, what builds the site and checks a release, and what tests need."""
-    lists = [
-        word for path in (CONSTRAINTS, REQUIREMENTS, SITE_REQUIREMENTS) for word in ("-r", path)
-    ]
-    require("install torch and the tools", environment.install(*lists, *for_tests()))
+    """Torch and the linters at their pinned versions, what builds the site, and what tests need, but for compilers."""
+    lists = ["-r", CONSTRAINTS, "-r", SITE_REQUIREMENTS, "--constraint", REQUIREMENTS]
+    packages = [package for package in for_tests() if not package.startswith(COMPILERS)]
+    require("install torch and the tools", environment.install(*lists, *packages))
+
+
+def install_compilers(environment: Environment) -> None:
+    """The rest: compilers, and what checks a release. What is there already stays, as checks of sources use it meanwhile."""
+    lists = ["-r", REQUIREMENTS, "--constraint", CONSTRAINTS]
+    packages = [package for package in for_tests() if package.startswith(COMPILERS)]
+    require("install compilers", environment.install(*lists, *packages))
 
 
 def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
@@ -250,11 +263,13 @@ def demo(fresh: bool, archs: str) -> None:
 def test(fresh: bool, archs: str, thorough: bool, arguments: Sequence[str]) -> int:
     check_machine()
     environment = make_environment(WORK / "venv", fresh)
+    upgrade_pip(environment)  # before the build, which uses it
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(build_wheel, environment, WORK, archs=archs or TESTED)
         install_tools(environment)
-        # What reads the sources alone need not wait for the wheel, nor the wheel's tests for it.
+        # What reads the sources alone need not wait for the wheel and what it needs, nor the wheel's tests for it.
         with beside([sys.executable, Path(__file__), "sources"]) as end:
+            install_compilers(environment)
             install(environment, building.result(), extra="[test]")
             status = check_installed(environment, arguments, thorough)
             return 1 if end() or status else 0

@@ -51,6 +51,26 @@ def test_sources_are_checked_under_the_import_names(
         assert (package / name).samefile(ROOT / source)
 
 
+def test_compilers_are_installed_beside_the_checks_of_sources(
+    dev: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All packages in two steps, of which the second changes nothing that the first has installed."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(dev, "require", lambda _, words: commands.append([*map(str, words)]))
+    dev.install_tools(dev.Environment(tmp_path))
+    dev.install_compilers(dev.Environment(tmp_path))
+    first, second = ({*words} & {*dev.for_tests()} for words in commands)
+    assert first | second == {*dev.for_tests()}
+    assert not first & second
+    for words, named in zip(commands, (dev.CONSTRAINTS, dev.REQUIREMENTS), strict=True):
+        assert words[words.index(str(named)) - 1] == "-r"
+    for words, named in zip(commands, (dev.REQUIREMENTS, dev.CONSTRAINTS), strict=True):
+        assert words[words.index(str(named)) - 1] == "--constraint"
+    if dev.for_tests():  # which an older Python cannot read
+        names = {package.partition("==")[0] for package in second}
+        assert names == {"nvidia-cuda-nvrtc-cu12", "triton"}
+
+
 def test_linters_are_pinned_alike_everywhere() -> None:
     pins = dict(
         line.split("==")
