@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import rest_thorough
 from layers import FEATURES
 from networks import MAMBA, MODULES, final_state, output
 from torch import Tensor
@@ -167,13 +168,6 @@ NAMES = [*(name for name in nn.__all__ if name != "RMSNormGated"), "LSTM project
 FEW = ("LSTM", "MinGRU", "LRU", "Mamba2")
 
 
-def rest_thorough(names: list[str]) -> list[Any]:
-    """All names, of which those are marked whose operators have another class."""
-    return [
-        pytest.param(name, marks=[] if name in FEW else [pytest.mark.thorough]) for name in names
-    ]
-
-
 STEPPING = [name for name in nn.__all__ if hasattr(getattr(nn, name), "step")]
 
 
@@ -212,12 +206,12 @@ def stepped(name: str) -> None:
     assert not in_place or torch.equal(created[1][1][0], created[1][2][0])
 
 
-@pytest.mark.parametrize("name", rest_thorough(NAMES))
+@pytest.mark.parametrize("name", rest_thorough(NAMES, FEW))
 def test_modules_train(name: str) -> None:
     trained(name)
 
 
-@pytest.mark.parametrize("name", rest_thorough(STEPPING))
+@pytest.mark.parametrize("name", rest_thorough(STEPPING, FEW))
 def test_steps(name: str) -> None:
     stepped(name)
 

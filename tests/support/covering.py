@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -43,6 +43,12 @@ def each_pair(*columns: Iterable[Any]) -> list[tuple[Any, ...]]:
         chosen.append(number)
         missing -= pairs[number]
     return [rows[number] for number in sorted(chosen)]
+
+
+def rest_thorough(values: Iterable[Any], few: Container[Any]) -> list[Any]:
+    """All values, of which those that are not among the few are marked."""
+    marks = [pytest.mark.thorough]
+    return [pytest.param(value, marks=() if value in few else marks) for value in values]
 
 
 def statics_of(variant: Variant) -> Iterator[tuple[str, ...]]:

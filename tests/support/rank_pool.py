@@ -18,6 +18,8 @@ from scan_registry.kernels import operators
 
 RANKS = 7
 SIZES = (1, 2, 3, 4, RANKS)
+#: Of every run: another even number of ranks finds what these do.
+USUAL_SIZES = (1, 2, 3, RANKS)
 #: Of a collective, in seconds: longer than any takes that is not stuck.
 GROUP_TIMEOUT = 60
 

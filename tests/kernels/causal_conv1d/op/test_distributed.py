@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from covering import rest_thorough
 from distributed_convolutions import (
     check_all,
     check_checkpointed,
@@ -10,12 +11,12 @@ from distributed_convolutions import (
     check_second_derivative,
     refused,
 )
-from rank_pool import SIZES, RankPool
+from rank_pool import SIZES, USUAL_SIZES, RankPool
 
 from scan_registry import distributed
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_thorough(SIZES, USUAL_SIZES))
 def test_results_and_gradients_are_those_of_one_process(ranks: RankPool, size: int) -> None:
     assert ranks.run(size, check_all, limit=120) == [63 if size == 3 else 21] * size
 

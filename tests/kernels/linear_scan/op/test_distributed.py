@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import distributed_cases as cases
 import pytest
+from covering import rest_thorough
 from distributed_cases import Case, compare, draw_cases
-from rank_pool import SIZES, RankPool
+from rank_pool import SIZES, USUAL_SIZES, RankPool
 
 UNEVEN, EMPTY = (4, 3, 6), (0, 5, 0, 0, 2, 1, 0)
 #: Cases that are drawn: most for the fewest ranks of which one is between others.
@@ -14,7 +15,7 @@ DRAWN = {1: 15, 2: 30, 3: 60, 4: 20, 7: 20}
 SEED = 7140
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_thorough(SIZES, USUAL_SIZES))
 def test_uneven_and_empty_parts(ranks: RankPool, size: int) -> None:
     ranks.run(
         size,
@@ -41,7 +42,7 @@ def test_no_channels_or_no_batches(ranks: RankPool, size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_thorough(SIZES, USUAL_SIZES))
 def test_sequences_that_cross_ranks(ranks: RankPool, size: int) -> None:
     """Borders in the midst of parts, at the borders of ranks (there are 12 steps for three of them), and empty sequences."""
     ranks.run(
@@ -55,7 +56,7 @@ def test_sequences_that_cross_ranks(ranks: RankPool, size: int) -> None:
     )
 
 
-@pytest.mark.parametrize("size", DRAWN)
+@pytest.mark.parametrize("size", rest_thorough(DRAWN, USUAL_SIZES))
 def test_drawn(ranks: RankPool, size: int) -> None:
     ranks.run(size, compare, *draw_cases(DRAWN[size], SEED + size))
 

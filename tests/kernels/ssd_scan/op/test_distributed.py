@@ -7,12 +7,13 @@ from typing import Any
 import distributed_ssd as dual
 import pytest
 import torch
+from covering import rest_thorough
 from distributed_ssd import Case
-from rank_pool import SIZES, RankPool
+from rank_pool import SIZES, USUAL_SIZES, RankPool
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rest_thorough(SIZES, USUAL_SIZES))
 def test_all_that_it_takes(ranks: RankPool, size: int, packed: bool) -> None:
     ranks.run(size, dual.compare, Case(packed=packed))
 
