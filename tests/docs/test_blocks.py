@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from benching import time_quickly
 from pages import ROOT, RUN, SHOWN, Block, blocks, commands, documents
 
 from scan_registry import compat
@@ -131,6 +132,7 @@ def program(
             patch.setenv("SCAN_REGISTRY_CACHE", str(folder / "cache"))
             patch.setenv("SCAN_REGISTRY_JOBS", "1")  # others would be forks of this process
             patch.setattr(selftest, "_MOST_ON_CPU", 8000)
+            time_quickly(patch)
             # Whose archives are then read once.
             patch.setattr(providers, "installed", lambda: installed)
             return main(words), said.getvalue()

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 import torch
 
+from scan_registry.bench import timing
 from scan_registry.cli import main
 from scan_registry.kernels.linear_scan.op.bench import Case
 
@@ -19,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = ("--device", "cpu", "--bs", "2", "--d_model", "8")
 SMALL = Case("channel_last", 2, 8, 16, "float32")
+
+
+def time_quickly(patch: pytest.MonkeyPatch) -> None:
+    """A small cache to be out of, and short turns."""
+    patch.setattr(timing, "cache_bytes", lambda device: 1 << 14)
+    patch.setattr(timing, "LEAST_STREAMED", 1 << 16)
+    patch.setattr(timing, "ENOUGH_MS", 0.2)
 
 
 def schema() -> Any:

@@ -59,7 +59,9 @@ import functools, json, os, sys, traceback
 from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
+from benching import time_quickly
 from printing import recorded
+from pytest import MonkeyPatch
 
 from scan_registry.catalog import providers
 from scan_registry.catalog.inventory import catalogue
@@ -105,6 +107,7 @@ def run(words):
 
 if sys.argv[2]:  # of which pages show the same rows, with other numbers
     selftest._MOST_ON_CPU = int(sys.argv[2])
+    time_quickly(MonkeyPatch())
 doctor.examine = once(doctor.examine, lambda elsewhere, **options: (elsewhere, options["strict"]))
 tested_once = once(on_cpu, lambda family, only, tell: (family.name, only))
 selftest._on_cpu = tested

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from benching import time_quickly
 
-from scan_registry.bench import measure, timing
+from scan_registry.bench import measure
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small cache to be out of, and short turns."""
-    monkeypatch.setattr(timing, "cache_bytes", lambda device: 1 << 14)
-    monkeypatch.setattr(timing, "LEAST_STREAMED", 1 << 16)
-    monkeypatch.setattr(timing, "ENOUGH_MS", 0.2)
+    time_quickly(monkeypatch)
     monkeypatch.setenv("COLUMNS", "120")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from benching import time_quickly
 
 from scan_registry.aot.compile import compile_variant, recipe
 from scan_registry.artifact.archive import Archive
@@ -119,6 +120,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SCAN_REGISTRY_CACHE", str(folder / "cache"))
         patch.setattr(selftest, "_MOST_ON_CPU", 8000)  # which another test runs whole
+        time_quickly(patch)
         yield documents(document, folder)
 
 

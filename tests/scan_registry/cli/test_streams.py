@@ -14,6 +14,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+from benching import time_quickly
 
 import scan_registry
 from scan_registry.catalog import providers
@@ -130,6 +131,7 @@ def printed(
     monkeypatch.setattr(providers, "installed", lambda: ((here,), ()))
     catalogue.cache_clear()
     monkeypatch.setenv("SCAN_REGISTRY_CACHE", str(tmp_path / "cache"))
+    time_quickly(monkeypatch)
     for name in ("COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
 

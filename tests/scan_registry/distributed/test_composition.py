@@ -30,5 +30,6 @@ def test_channels_within_parameters_and_time(ranks: RankPool) -> None:
     ranks.run(RANKS, composed.check_time_and_channels)
 
 
+@pytest.mark.thorough  # the scan's own part is in test_meshes_of_two_dimensions; torch lays its projections on the mesh for ten s
 def test_dtensors_of_time_and_channels(ranks: RankPool) -> None:
     ranks.run(RANKS, composed.check_dtensors_of_time_and_channels)
