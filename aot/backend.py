@@ -13,14 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import setuptools
-from setuptools import build_meta
-
 ROOT = Path(__file__).parents[1]
 
 # setuptools imports plugins that are installed, such as that of Hugging Face's package `kernels`. With this folder on the path,
-# it would import the folder `kernels` instead.
+# or by what newer versions of pip find this module with, it would import the folder `kernels` instead. Some of these versions
+# also have it take a former build's version here for its own.
+sys.meta_path[:] = [finder for finder in sys.meta_path if not hasattr(finder, "backend_path")]
 sys.path[:] = [path for path in sys.path if Path(path).resolve() != ROOT]
+
+import setuptools  # noqa: E402
+from setuptools import build_meta  # noqa: E402
 
 Settings = Mapping[str, Any] | None
 #: The first major version of setuptools that reads pyproject.toml as it is written.
