@@ -251,9 +251,10 @@ struct Pass {
             State of_chunk = State(0), result = State(0);
 #pragma unroll 1
             for (int k = 0; k < rows.own; k += GROUP) {
-                State x[GROUP], states[GROUP];
+                State x[GROUP];
                 rows.load(k, x);
 #if BACKWARD
+                State states[GROUP];
                 earlier.load(k, states);
 #endif
 #pragma unroll

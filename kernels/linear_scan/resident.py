@@ -1,5 +1,5 @@
-"""Scans with one gate a channel for all time steps, of at most 32 channels, that shared memory has room for, or nearly
-(``resident.cuh``): the tile, what takes it, and how it launches.
+"""Scans with one gate a channel for all time steps, of few channels, that shared memory has room for, or nearly
+(``resident.cuh``): the tile, what takes it, and how it launches. The kernel can scan 32 channels; with more than 8 others are faster.
 
 Each warp of the GPU has a run of time steps. Runs exchange the states that they end with once, so that the scan takes as long as its
 bytes, and little more. Rows of contiguous time are batches of one channel.

@@ -49,7 +49,7 @@ RESIDENT = "resident"
 #: Misaligned rows of contiguous channels, in columns that several CTAs share.
 MULTI_CTA = "multi_cta"
 #: The accesses beside generic access that do not take sequences, by layout. Of those that accept a problem, the first one is
-#: chosen.
+#: chosen; but short rows, and scans that shared memory has room for, come before all others.
 PLAIN = {
     "time_last": ("aligned", SHORT, MISALIGNED, ONE_GATE, RESIDENT),
     "channel_last": (CONSTANT_GATE, MULTI_CTA, SCALAR, "aligned", NARROW, MISALIGNED, RESIDENT),
@@ -160,7 +160,7 @@ def tunable(
         for statics in defaults
         if ("access", "generic") not in statics
     )
-    # Short rows come first: of aligned rows they are those that are faster so.
+    # Short rows, and scans that shared memory has room for, come first: other accesses take these, too, but are slower.
     closer = sorted(variants, key=lambda variant: variant.text("access") not in (SHORT, RESIDENT))
 
     def shape_of(problem: LinearScanProblem) -> Shape:

@@ -5,10 +5,9 @@
 //     h[t]           = conj(gates[t]) * tokens_grad[t]
 //
 // which is a scan in the opposite direction over the affine maps h -> conj(gates[t]) * (states_grad[t] + h):
-// no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in
-// float32, 10 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged), short_rows.cuh (short rows without gaps), resident.cuh (one
-// gate for all steps) and time_last.cuh (held in registers).
+// no gate has to be read one place off its own. Three reads and two writes: 20 bytes per element in float32, 10 in bfloat16 and
+// float16. The tile pictures are in time_stream.cuh (staged), short_rows.cuh (short rows without gaps), resident.cuh (one gate for
+// all steps) and time_last.cuh (held in registers).
 #include "../common/compiler.cuh"
 #if RESIDENT
 #define BACKWARD 1

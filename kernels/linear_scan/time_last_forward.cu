@@ -3,9 +3,8 @@
 // Each lane composes the affine maps (gate, token) of its chunk, a warp scan and one exchange between the warps
 // of the row give the state that enters each chunk, and a second pass over the registers writes
 // the states. One read of each input and one write of the output: 12 bytes per element in float32,
-// 6 in bfloat16 and float16. The tile pictures are in
-// time_stream.cuh (staged), short_rows.cuh (short rows without gaps), resident.cuh (one
-// gate for all steps) and time_last.cuh (held in registers).
+// 6 in bfloat16 and float16. The tile pictures are in time_stream.cuh (staged), short_rows.cuh (short rows
+// without gaps), resident.cuh (one gate for all steps) and time_last.cuh (held in registers).
 #if RESIDENT
 #define BACKWARD 0
 #include "resident.cuh"

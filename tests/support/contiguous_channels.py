@@ -80,3 +80,11 @@ def posed(
         alignment=alignment,
         sequences=sequences,
     )
+
+
+def is_taken(kernel: Kernel, variant: Variant, problem: LinearScanProblem) -> bool:
+    """Whether a variant takes a problem. It is then the one that is chosen of all the kernel's."""
+    taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
+    accepts = variant in taking
+    assert (min(taking, key=lambda v: kernel.cost(v, problem)) == variant) == accepts
+    return accepts

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from contiguous_channels import DIRECTIONS, only_kernel, posed
+from contiguous_channels import DIRECTIONS, is_taken, only_kernel, posed
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.problem import LinearScanProblem
@@ -85,7 +85,7 @@ def test_groups_of_groups_of_tiles(
 
 
 @pytest.mark.parametrize(
-    ("problem", "is_taken"),
+    ("problem", "expected"),
     [
         (posed("64,2048,17:float32", gate_stride=0), True),
         (posed("16,16000,8:float32", gate_stride=0), True),
@@ -110,12 +110,10 @@ def test_groups_of_groups_of_tiles(
     ],
     ids=repr,
 )
-def test_what_takes_few_channels(problem: LinearScanProblem, is_taken: bool) -> None:
+def test_what_takes_few_channels(problem: LinearScanProblem, expected: bool) -> None:
     """Where other kernels would leave most SMs or threads idle."""
     kernel, variant = the_kernel(problem.direction, problem.dtype)
-    assert (kernel.rules.accepts(variant, problem) is None) == is_taken
-    taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-    assert (min(taking, key=lambda v: kernel.cost(v, problem)) == variant) == is_taken
+    assert is_taken(kernel, variant, problem) == expected
 
 
 def test_backward_takes_what_it_sums() -> None:

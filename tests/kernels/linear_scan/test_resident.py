@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from contiguous_channels import DIRECTIONS, posed, surrounded
+from contiguous_channels import DIRECTIONS, is_taken, posed, surrounded
 from selecting import like
 
 from scan_registry.hardware.target import Target
@@ -89,7 +89,7 @@ def of_rows(case: str, direction: str = "forward") -> LinearScanProblem:
 
 
 @pytest.mark.parametrize(
-    ("problem", "is_taken"),
+    ("problem", "expected"),
     [
         (posed("1,1048576,8:float32", gate_stride=0), True),
         (posed("1000,3000,2:float32", gate_stride=0), True),
@@ -111,11 +111,9 @@ def of_rows(case: str, direction: str = "forward") -> LinearScanProblem:
     ],
     ids=repr,
 )
-def test_what_it_takes(problem: LinearScanProblem, is_taken: bool) -> None:
+def test_what_it_takes(problem: LinearScanProblem, expected: bool) -> None:
     kernel, variant = the_kernel(problem.layout, problem.direction)
-    assert (kernel.rules.accepts(variant, problem) is None) == is_taken
-    taking = [v for v in kernel.variants if kernel.rules.accepts(v, problem) is None]
-    assert (min(taking, key=lambda v: kernel.cost(v, problem)) == variant) == is_taken
+    assert is_taken(kernel, variant, problem) == expected
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
