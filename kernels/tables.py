@@ -27,6 +27,7 @@ from scan_registry.kernels.tuning import (
     Tuning,
     capability_of,
     few,
+    needed,
     positive,
 )
 
@@ -37,8 +38,9 @@ _REDUCED, _MODELS = "reduced", "models"
 #: good, so that few variants serve all problems.
 EQUAL = 1.04
 #: The same for the variants in wheels; and how much a further variant has to gain to be in them, summed over
-#: problems: such as 1% on each of forty problems.
-ENOUGH, WORTH = 1.08, 0.4
+#: problems: such as 1% on each of forty problems. Of all these, one that gains less is left out again if no problem then takes
+#: more than the last number of times the fastest's time.
+ENOUGH, WORTH, STANDING_IN = 1.08, 0.4, 1.11
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ class Table:
 
     def tunings(self) -> dict[str, Tuning]:
         """The same with the times of few variants that are enough."""
-        return {head: _reduced([timed], EQUAL, math.inf)[0] for head, timed in self.timed().items()}
+        return {
+            head: _reduced([timed], EQUAL, math.inf, 0)[0] for head, timed in self.timed().items()
+        }
 
     def to_json(self) -> dict[str, Any]:
         runs = list(dict.fromkeys(json.dumps(asdict(row.run)) for row in self.measured))
@@ -238,11 +242,16 @@ def _tuning(arch: str, measured: Sequence[Measured], exclusive: bool) -> Tuning:
     return Tuning.of(arch, latest.run.gpu, latest.run.date, rows, exclusive)
 
 
-def _reduced(timed: Sequence[Tuning], within: float, worth: float) -> list[Tuning]:
+def _reduced(
+    timed: Sequence[Tuning], within: float, worth: float, standing_in: float
+) -> list[Tuning]:
     """Of the GPUs of one architecture, with the times of few variants that are enough for all of them."""
     kinds = dict.fromkeys(kind for tuning in timed for kind in tuning.kinds)
     rows = {kind: [row.times for tuning in timed for row in tuning.rows(kind)] for kind in kinds}
-    kept = {kind: few(problems, within, worth) for kind, problems in rows.items()}
+    kept = {
+        kind: needed(problems, few(problems, within, worth), standing_in, worth)
+        for kind, problems in rows.items()
+    }
     return [tuning.only({kind: kept[kind] for kind in tuning.kinds}) for tuning in timed]
 
 
@@ -275,7 +284,9 @@ def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     archs: dict[str, list[Tuning]] = {}
     for tuning in timed(folder, kernel):
         archs.setdefault(tuning.arch, []).append(tuning)
-    return tuple(t for of_arch in archs.values() for t in _reduced(of_arch, ENOUGH, WORTH))
+    return tuple(
+        t for of_arch in archs.values() for t in _reduced(of_arch, ENOUGH, WORTH, STANDING_IN)
+    )
 
 
 def models_file(folder: Path, arch: str) -> Path:

@@ -266,6 +266,33 @@ def worthwhile(
         kept.add(label)
 
 
+def needed(
+    problems: Sequence[Mapping[str, float]], shipped: Collection[str], within: float, worth: float
+) -> set[str]:
+    """``shipped`` without labels that others of them can stand in for: greedily, the label that costs least, while it costs less
+    than ``worth`` and leaves each problem that has it another one whose time is at most ``within`` times the least."""
+    kept = set(shipped)
+
+    def cost(label: str) -> float:
+        """The sum of the logarithms of how many times longer problems would take."""
+        total = 0.0
+        for times in problems:
+            others = [ms for name, ms in times.items() if name in kept and name != label]
+            ms = min(others, default=math.inf)
+            if label in times and times[label] < ms:
+                if ms > within * min(times.values()):
+                    return math.inf
+                total += math.log(ms / times[label])
+        return total
+
+    while kept:
+        least, label = min((cost(label), label) for label in kept)
+        if least >= worth:
+            break
+        kept.remove(label)
+    return kept
+
+
 def capability_of(arch: str) -> tuple[int, int]:
     """(9, 0) for ``sm_90``; ``ValueError`` for what is no GPU's architecture."""
     number = arch[3:] if isinstance(arch, str) and arch.startswith("sm_") else ""

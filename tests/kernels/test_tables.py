@@ -28,7 +28,7 @@ from scan_registry.kernels.tables import (
     tables,
     timed,
 )
-from scan_registry.kernels.tuning import Shape, few, fewest, worthwhile
+from scan_registry.kernels.tuning import Shape, few, fewest, needed, worthwhile
 
 RUN = Run("Imaginary", "580.1", {"sm": 1980}, {"cuda": "nvrtc 12.9.86"}, "9.9.9", "2026-01-31")
 HEAD = "a_family.a_kernel:cuda"
@@ -192,6 +192,28 @@ def test_rows_name_the_fastest_first() -> None:
     table = a_table(measured(8, a=3.0, b=1.0), measured(16, a=1.0, b=2.0), measured(32, c=1.0))
     rows = table.tunings()[HEAD].rows("kind")
     assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
+
+
+def test_what_others_can_stand_in_for_is_left_out() -> None:
+    problems = [{"a": 1.0, "b": 1.1}, {"a": 1.0, "b": 1.1, "c": 0.9}, {"b": 1.0, "c": 1.05}]
+    every = {"a", "b", "c"}
+    assert needed(problems, every, 1.0, 1.0) == every
+    assert needed(problems, every, 1.06, 0.04) == every
+    assert needed(problems, every, 1.06, 0.06) == {"a", "c"}
+    assert needed(problems[:2], every, 1.1, 0.2) == {"a", "c"}
+    assert needed(problems[:1], every, 1.12, 0.2) == {"a"}
+    assert needed([{"a": 1.0}], {"a"}, 9.0, 9.0) == {"a"}
+
+
+@given(
+    st.lists(
+        st.dictionaries(st.sampled_from("abcdef"), st.floats(0.01, 10.0), min_size=1), max_size=8
+    )
+)
+def test_what_is_needed_serves_each_problem(times: list[dict[str, float]]) -> None:
+    kept = needed(times, set("abcdef"), 1.5, math.inf)
+    for each in times:
+        assert min(ms for name, ms in each.items() if name in kept) <= 1.5 * min(each.values())
 
 
 def test_rows_have_times_in_four_digits_and_are_in_order_by_all_of_them() -> None:
