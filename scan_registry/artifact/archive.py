@@ -6,7 +6,7 @@ Layout, little-endian:
            8    8         length of the manifest
           16   32         SHA-256 of the manifest
           48   …          the manifest, UTF-8 JSON
-           …   …          chunks: binaries of one family in one language, compressed together or one as it is (raw LZMA2)
+           …   …          chunks: binaries of one family in one language, compressed together (raw LZMA2)
            …   …          sections, lines of UTF-8 JSON: entries of one kernel in one language and dtype each
            …   …          tunings, UTF-8 JSON: what tuning found of one kernel in one language each
 
@@ -147,37 +147,30 @@ def _in_chunks(
     pairs: Sequence[tuple[Binary, bytes]], tunings: Mapping[str, Sequence[Tuning]], arch: Target
 ) -> tuple[dict[str, Place], list[bytes]]:
     """Where binaries lie, by their digests, and the chunks; equal bytes are once. What is the fastest
-    somewhere on GPUs of this very architecture is stored as it is if it is that often and small, and else in
-    small chunks. In a chunk, whose end takes longest to read, first come those that tuning found to be the
-    fastest most often; of kernels without tuning all are in order."""
+    somewhere on GPUs of this very architecture is in small chunks. In a chunk, whose end takes longest to read,
+    first come those that tuning found to be the fastest most often; of kernels without tuning all are in order."""
     distinct = {binary.sha256: (binary, content) for binary, content in reversed(pairs)}
     for binary, content in distinct.values():
         if digest(content) != binary.sha256:
             raise ValueError(f"the bytes of {binary.variant} do not have the digest it states")
     wins, here = _wins({binary.variant.head for binary, _ in pairs}, tunings, arch)
     first, others = list[tuple[Binary, bytes]](), list[tuple[Binary, bytes]]()
-    places, packed = dict[str, Place](), list[bytes]()
     for binary, content in reversed(distinct.values()):
-        fastest = here[str(binary.variant)]
-        if fastest >= chunks.OFTEN and len(content) <= chunks.PLAIN:
-            places[binary.sha256] = {"chunk": len(packed), "offset": 0}
-            packed.append(chunks.stored(content))
-        else:
-            (first if fastest else others).append((binary, content))
+        (first if here[str(binary.variant)] else others).append((binary, content))
     together = (*_alike(first, chunks.SMALL), *_alike(others, chunks.SIZE))
-    for number, parts in enumerate(together, len(packed)):
+    places = dict[str, Place]()
+    for number, parts in enumerate(together):
         parts.sort(key=lambda pair: -wins[str(pair[0].variant)] if wins else pairs.index(pair))
         ends = accumulate((len(content) for _, content in parts), initial=0)
         for (binary, _), offset in zip(parts, ends, strict=False):
             places[binary.sha256] = {"chunk": number, "offset": offset}
-    packed += _compressed([b"".join(content for _, content in parts) for parts in together])
-    return places, packed
+    return places, _compressed([b"".join(content for _, content in parts) for parts in together])
 
 
-def _compressed(contents: Sequence[bytes]) -> Iterable[bytes]:
+def _compressed(contents: Sequence[bytes]) -> list[bytes]:
     """Their chunks, as many at a time as there are cores."""
     if len(contents) < 2:
-        return map(chunks.compress, contents)
+        return [*map(chunks.compress, contents)]
     from concurrent.futures import ThreadPoolExecutor  # which nothing that reads archives imports
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -1,4 +1,4 @@
-"""Chunks: neighbouring binaries of an archive, compressed together, or one as it is (raw LZMA2).
+"""Chunks: neighbouring binaries of an archive, compressed together (raw LZMA2).
 
 Binaries of one family are much alike, so a chunk of them is a fraction of its parts compressed alone.
 A chunk is small, which bounds the time to get at the last binary in it.
@@ -14,17 +14,11 @@ try:
 except ImportError:
     lzma = None  # type: ignore[assignment]
 
-__all__ = ["OFTEN", "PLAIN", "SIZE", "SMALL", "Opened", "compress", "decompress", "stored"]
+__all__ = ["SIZE", "SMALL", "Opened", "compress", "decompress"]
 
 #: Bytes of binaries in a chunk, unless a single one is larger. Larger chunks make smaller archives, but it takes
 #: longer to reach the last binary of a chunk: 10 ms a megabyte. Small chunks are for the binaries that are used most.
 SIZE, SMALL = 1 << 21, 3 << 17
-#: Bytes of a binary up to which it is stored as it is, if it is the fastest on so many tuned problems:
-#: decompressing it would take a tenth of a first call.
-PLAIN, OFTEN = 26 << 10, 20
-#: The most bytes of an uncompressed part of a chunk; the byte that marks such a part, and the byte that says that no
-#: part follows.
-_PART, _AS_IT_IS, _END = 1 << 16, b"\x01", b"\0"
 
 #: LZMA settings. Machine code repeats itself at multiples of 16 bytes, the size of an instruction; PTX is text. With
 #: these settings each is some percent smaller. A chunk says itself how it was compressed.
@@ -39,12 +33,6 @@ def compress(content: bytes) -> bytes:
         raise OSError(_MISSING)
     settings = _CODE if content.startswith(b"\x7fELF") else _TEXT
     return lzma.compress(content, lzma.FORMAT_RAW, filters=_filters(settings))
-
-
-def stored(content: bytes) -> bytes:
-    """A chunk of ``content`` as it is: a byte and the part's size less one before each part."""
-    parts = (content[at : at + _PART] for at in range(0, len(content), _PART))
-    return b"".join(_AS_IT_IS + (len(part) - 1).to_bytes(2, "big") + part for part in parts) + _END
 
 
 def decompress(chunk: bytes, size: int) -> bytes:

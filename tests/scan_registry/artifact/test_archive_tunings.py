@@ -47,7 +47,7 @@ def test_tunings_go_by_their_kernel(tmp_path: Path, a_binary: Make) -> None:
 
 
 def test_what_is_fastest_most_often_is_read_first(tmp_path: Path, a_binary: Make) -> None:
-    kernel, size = FAMILY.kernels[0], chunks.PLAIN + 1
+    kernel, size = FAMILY.kernels[0], 1000
     variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
     entries = [a_binary(v, content=bytes([i]) * size) for i, v in enumerate(variants)]
     labels = [kernel.label(binary.variant) for binary, _ in entries]
@@ -101,34 +101,6 @@ def test_what_is_fastest_on_this_architecture_is_in_small_chunks(
         assert [entry.place[0] for entry in entries] == expected
         assert [actual.read(binary) for binary, _ in binaries] == [
             content for _, content in binaries
-        ]
-
-
-def test_what_is_fastest_often_on_this_architecture_is_stored_as_it_is_if_it_is_small(
-    tmp_path: Path, a_binary: Make, archive_parts: Any
-) -> None:
-    kernel = FAMILY.kernels[0]
-    variants = [v for v in kernel.variants if kernel.rules.serves(v.statics, SM90)][:4]
-    often = chunks.OFTEN
-    sizes, wins = (chunks.PLAIN, chunks.PLAIN + 1, 9, 9), (often, often, often - 1, often + 1)
-    entries = [
-        a_binary(v, content=bytes([i]) * size)
-        for i, (v, size) in enumerate(zip(variants, sizes, strict=True))
-    ]
-    rows = [
-        Row({"time": time}, {kernel.label(binary.variant): 1.0})
-        for (binary, _), count in zip(entries, wins, strict=True)
-        for time in range(1, count + 1)
-    ]
-    for arch, plain in (("sm_90", {0, 3}), ("sm_80", set())):
-        path, tuning = tmp_path / "sm90.scanreg", Tuning.of(arch, "x", "d", {"k": rows})
-        archive.write(path, SM90, entries, ORIGIN, {kernel.head: [tuning]})
-        code = archive_parts.of(path.read_bytes()).code
-        assert {
-            i for i, (_, content) in enumerate(entries) if chunks.stored(content) in code
-        } == plain
-        assert [Archive(path).read(binary) for binary, _ in entries] == [
-            item for _, item in entries
         ]
 
 
