@@ -239,7 +239,8 @@ class Tunable:
     """What tuning may choose from, and what it has found.
 
     space            the variants that there are, beside the defaults
-    shape            problem -> where it lies among those that the kernel is tuned for; None: it never is
+    shape            problem, and what a GPU's archive is for unless it is that of a GPU that was tuned -> where it lies among
+                     those that the kernel is tuned for; None: it never is
     worth            variant, problem -> whether tuning should time a variant that accepts the problem
     tile_efficiency  what a variant prints as, sizes of a shape -> how much of what the variant then works through
                      is the problem; 1 where the padding costs nothing
@@ -252,7 +253,7 @@ class Tunable:
     """
 
     space: Space = Space((), lambda kind: ())
-    shape: Callable[[Any], Shape] | None = None
+    shape: Callable[..., Shape] | None = None
     worth: Callable[[Variant, Any], bool] = lambda variant, problem: True
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0
     predicted: Callable[[Model, str, Shape, int], float | None] = lambda model, text, shape, count: (

@@ -25,6 +25,9 @@ _STEPS_AND_BLOCKS: dict[tuple[int, Direction], tuple[tuple[int, int], ...]] = {
 #: The most steps of aligned rows of which the gradient of gates is summed, by the bytes of an element. Of longer ones of 16-bit
 #: elements, variants for aligned rows are faster.
 _SUMMED_TIME = {2: 512, 4: 640}
+#: Aligned rows: steps from which there are to be many rows, and how many; the most steps of 16-bit elements backward if two lanes read
+#: the same bank of shared memory.
+_LONG_ROW, _MANY_ROWS, _SHORT_ROW = 200, 1 << 14, 48
 #: Numbers of lanes that may share a row, steps of a lane above which more lanes share it, and threads of a launch below which more
 #: do unless they have few steps: as many as an H100 or H200 has with a CTA on each SM.
 _LANES, _MANY_STEPS, _THREADS, _FEW_STEPS = (1, 2, 4, 8, 16, 32), 20, 132 * 256, 5
@@ -73,13 +76,25 @@ def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 
 def _is_faster_for_aligned(problem: LinearScanProblem) -> bool:
-    """Whether rows have one gate, and no variant for aligned rows is fast: backward none that sums the gate's gradient where rows are
-    short, and forward few if batches share gates."""
-    if problem.direction == "backward":
-        return problem.sums and problem.time <= _SUMMED_TIME[ITEM_SIZE[problem.dtype]]
-    gates = problem.strides_of("gates")
-    shared = problem.batch > 1 and gates.batch != gates.channel * problem.channels
-    return problem.has_one_gate() and shared
+    """Whether few lanes read the same banks; or rows have one gate, and no variant for aligned rows is fast: backward none that sums
+    the gate's gradient where rows are short, and forward few if batches share gates."""
+    item, time = ITEM_SIZE[problem.dtype], problem.time
+    if problem.sums:
+        return time <= _SUMMED_TIME[item]
+    forward = problem.direction == "forward"
+    if problem.has_one_gate():
+        gates = problem.strides_of("gates")
+        return forward and problem.batch > 1 and gates.batch != gates.channel * problem.channels
+    rows = problem.batch * problem.channels
+    lanes, steps = lanes_and_steps(rows, time, item)
+    reads = _wavefronts(time, item, lanes, steps)
+    if reads > 2 or (time >= _LONG_ROW and rows < _MANY_ROWS):
+        return False
+    if item > 2:
+        return reads == 1 or time >= _LONG_ROW
+    if forward:
+        return reads == 1 and lanes < _LANES[-1]
+    return reads == 1 or time <= _SHORT_ROW
 
 
 def _follow(problem: LinearScanProblem) -> bool:

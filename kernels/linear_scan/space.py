@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import DIMENSIONS, LinearScanProblem
 from scan_registry.kernels.model import (
     ITEM_SIZE,
@@ -147,14 +148,15 @@ def tunable(
     defaults: Space,
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     tile: Callable[[Variant], int],
+    ships: Callable[[Pins, Target], bool] = lambda statics, target: True,
     packs: Callable[[LinearScanProblem], bool] = lambda problem: False,
     tile_efficiency: Callable[[str, Mapping[str, float]], float] = lambda text, sizes: 1.0,
     predicted: Callable[[Model, str, Shape, int], float | None] = (
         lambda model, text, shape, count: None
     ),
 ) -> Tunable:
-    """What a kernel of scans says of its tuning. ``tile`` is how many time steps a tile covers, and ``packs`` whether
-    there are ``varlen`` variants for a problem."""
+    """What a kernel of scans says of its tuning. ``tile`` is how many time steps a tile covers, ``ships`` whether an architecture's
+    archive holds a variant, and ``packs`` whether there are ``varlen`` variants for a problem."""
     variants = (
         Variant(FAMILY_NAME, name, language, statics)
         for statics in defaults
@@ -163,8 +165,9 @@ def tunable(
     # Short rows, and scans that shared memory has room for, come first: other accesses take these, too, but are slower.
     closer = sorted(variants, key=lambda variant: variant.text("access") not in (SHORT, RESIDENT))
 
-    def shape_of(problem: LinearScanProblem) -> Shape:
-        return shape(closer, accepts, packs, problem)
+    def shape_of(problem: LinearScanProblem, target: Target | None = None) -> Shape:
+        there = (v for v in closer if target is None or ships(v.statics, target))
+        return shape(there, accepts, packs, problem)
 
     head = f"{FAMILY_NAME}.{name}:{language}"
 
@@ -191,7 +194,7 @@ def tunable(
 
 
 def shape(
-    closer: Sequence[Variant],
+    closer: Iterable[Variant],
     accepts: Callable[[Variant, LinearScanProblem], str | None],
     packs: Callable[[LinearScanProblem], bool],
     problem: LinearScanProblem,

@@ -245,6 +245,7 @@ def _cuda_kernel(layout: Layout, direction: Direction) -> Kernel:
             defaults,
             _cuda_accepts,
             _cuda_times,
+            cuda_tiles.ships,
             streams.packs,
             streams.tile_efficiency,
             timing_model.predicted,

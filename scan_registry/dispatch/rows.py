@@ -10,6 +10,7 @@ from typing import Literal
 from scan_registry.artifact.archive import Archive, ArchiveError
 from scan_registry.base.frozen import dataclass
 from scan_registry.hardware.device import Device
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.model import Kernel, Problem
 from scan_registry.kernels.tuning import Row, Shape, Tuning, arch_distance
 
@@ -123,7 +124,7 @@ def nearest_row(
     tunings = [pair for pair in every if pair[0].serves(device.name)]
     if kernel.tunable.shape is None or not tunings:
         return None
-    shape, matches = kernel.tunable.shape(problem), []
+    shape, matches = kernel.tunable.shape(problem, Target(device.capability)), []
     for tuning, is_local in tunings:
         with suppress(ValueError):  # it is intact, and yet not right: whoever wrote it is not here
             nearest = tuning.nearest(shape)

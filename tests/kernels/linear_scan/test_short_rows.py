@@ -10,11 +10,12 @@ import pytest
 import torch
 from contiguous_channels import DIRECTIONS, keeps_to_its_memory
 
+from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import cases, short_rows
 from scan_registry.kernels.linear_scan.problem import STRIDED, LinearScanProblem, Strides
 from scan_registry.kernels.linear_scan.space import SHORT
 from scan_registry.kernels.linear_scan.spec import FAMILY
-from scan_registry.kernels.model import Kernel, Variant
+from scan_registry.kernels.model import ITEM_SIZE, Kernel, Variant
 
 #: (batch, channels, time): a step; some lanes for each row, of which the last ones may have no step, and all; rows that fill no
 #: tile, or several; and so many rows that few lanes share each.
@@ -22,6 +23,8 @@ SHAPES = (
     *((1, 5, 1), (300, 1, 3), (7, 41, 21), (1, 33, 197), (2, 11, 333), (3, 1, 639), (1, 1, 35)),
     (17000, 1, 13),
 )
+#: Aligned rows of which lanes read different banks, by the bytes of an element.
+ALIGNED = {2: (3, 7, 72), 4: (3, 7, 40)}
 DTYPES = ("bfloat16", "float16", "float32")
 ONE_GATE = (
     cases.Setting(states=True, broadcast=("time",)),
@@ -42,9 +45,10 @@ def test_short_rows(direction: str, dtype: str, cuda_emulator: ModuleType, tmp_p
     """The results are right, and nothing beside them changes."""
     kernel, variant = first_variant(direction, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    for shape in SHAPES:
+    shapes = (*SHAPES, ALIGNED[ITEM_SIZE[dtype]])
+    for shape in shapes:
         assert kernel.rules.accepts(variant, posed(shape, dtype, direction)) is None, shape
-    keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
+    keeps_to_its_memory(kernel, variant, library, shapes, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.slow
@@ -105,6 +109,11 @@ def posed(
         ((32, 512, 1025), "float16", 0, SHORT),
         ((32, 512, 1025), "float32", 0, "misaligned"),
         ((16, 768, 200), "bfloat16", 0, "aligned"),
+        ((16, 768, 72), "bfloat16", 0, SHORT),
+        ((16, 768, 144), "float32", 0, SHORT),
+        ((16, 768, 64), "bfloat16", 0, "aligned"),
+        ((16, 768, 512), "float32", 0, "aligned"),
+        ((16, 1536, 512), "float32", 0, SHORT),
         ((16, 768, 197), "bfloat16", 8, "misaligned"),
         ((16, 768, 1101), "bfloat16", 0, "misaligned"),
         ((16, 768, 197), "float64", 0, "generic"),
@@ -118,6 +127,9 @@ def test_what_takes_short_rows(
     kernel = FAMILY.kernel(f"time_last_{direction}", "cuda")
     assert kernel.tunable.shape is not None
     assert f"access={access}" in kernel.tunable.shape(problem).kind
+    if access == SHORT:  # which archives for other GPUs do not hold
+        other = "misaligned" if shape[2] % (16 // ITEM_SIZE[dtype]) else "aligned"
+        assert f"access={other}" in kernel.tunable.shape(problem, Target((8, 0))).kind
 
 
 def test_lanes_that_share_rows() -> None:
