@@ -35,6 +35,8 @@ _WIDE, _NARROW = 128, 16
 #: Of aligned rows: scans beyond which kernels that pass over columns serially are faster, and elements of 4 bytes beyond which
 #: those are that cut columns into segments, but backward of few scans. Steps below which a tile is mostly empty.
 _MANY_SCANS, _ONE_WAVE, _FEW_SCANS, _LEAST_TIME = 1024, 1 << 22, 16, 512
+#: Steps of other rows below which nothing was timed.
+_LEAST_MISALIGNED_TIME = 64
 #: Aligned rows of 16-bit elements: steps below which a tile is mostly empty; channels of a narrow column, numbers of such columns
 #: that fill an H200 evenly, and steps below which that counts; channels of a wide column, scans beyond which such columns are
 #: faster, and how many channels they may be wider than the rows.
@@ -98,9 +100,11 @@ def _exceeds(variant: Variant, problem: LinearScanProblem) -> str | None:
 
 def _others_are_faster(problem: LinearScanProblem) -> str | None:
     item, scans = ITEM_SIZE[problem.dtype], problem.batch * problem.channels
-    if problem.channels * item < _NARROW * _vector(problem.dtype) or problem.time < _LEAST_TIME:
+    whole = problem.whole_chunks(problem.chunk())
+    least = _LEAST_TIME if whole else _LEAST_MISALIGNED_TIME
+    if problem.channels * item < _NARROW * _vector(problem.dtype) or problem.time < least:
         return "rows are short, or time steps few"
-    if not problem.whole_chunks(problem.chunk()):
+    if not whole:
         return None
     if item == 2:
         return _columns_are_faster(problem)
@@ -124,8 +128,8 @@ def _columns_are_faster(problem: LinearScanProblem) -> str | None:
 
 
 def cost(variant: Variant, problem: LinearScanProblem) -> float:
-    """It takes only what it is the fastest for."""
-    return -2.0
+    """It takes only what it is the fastest for; below the costs of tiles that look back (``scalar.py``)."""
+    return -5.0
 
 
 def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:

@@ -35,7 +35,7 @@ def _has_few_programs(problem: LinearScanProblem, target: Target) -> bool:
         is_fast = streams.packs(problem) or scalar.packs(problem)
         return problem.sequences > _FEW_SEQUENCES and not is_fast
     cut = problem.plain() and problem.congruent() and streams.cuts_packed(problem)
-    if cut and _cuts_rows(problem, target):
+    if cut and streams.outlasts_launch(problem) and _cuts_rows(problem, target):
         return False
     mean = problem.time / problem.sequences
     return mean >= _LONG or problem.scans < _ROWS_FOR_A_STEP * mean

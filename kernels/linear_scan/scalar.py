@@ -56,9 +56,10 @@ _LEAST_TIME = 512
 _ONE_TILE, _FEW_BATCHES, _TOO_MANY_BATCHES = 64, 700, 1000
 #: Aligned rows of many batches: bytes of a row, and time steps for elements of two bytes, up to which, and steps of any row of few
 #: channels below which column-serial kernels have too many idle threads. Elements of such short rows of float32 from which it is
-#: faster for any number of batches.
+#: faster for any number of batches. Batches for each step from which it is for up to so many steps, and bytes of a row.
 _MANY_BATCHES, _SHORT_ROW, _SHORT_TIME, _FEW_STEPS = 1500, 16, 128, 16
 _LEAST_ELEMENTS = 200_000
+_BATCHES_OF_STEP, _MORE_STEPS_OF_BATCH, _HALF_LINE = 120, 64, 64
 #: Packed sequences: elements that take as long as a launch, and those that take as long as other kernels take for the longest
 #: sequence, for each step of the mean: columns of aligned sequences, or Triton's programs. Channels from which generic kernels are
 #: faster, which take all sequences in turn.
@@ -171,7 +172,8 @@ def _short_rows(problem: LinearScanProblem) -> bool:
     if is_short:
         return item == 4 or problem.time < _SHORT_TIME
     few = problem.channels <= _NARROW_ROW and problem.time < _FEW_STEPS
-    return few and not problem.sums
+    many = problem.batch >= _BATCHES_OF_STEP * problem.time and problem.time <= _MORE_STEPS_OF_BATCH
+    return (few or (many and problem.channels * item <= _HALF_LINE)) and not problem.sums
 
 
 def times(variant: Variant) -> int:

@@ -56,8 +56,8 @@ _FEW_TILES, _MANY_TILES = 8, 1024
 #: The least steps of a row that is cut, if sequences are packed in it or the gradient of gates is summed; and the least steps of a
 #: sequence in the mean, if there are states before or after each.
 _LEAST_ROW, _LEAST_MEAN = 4096, 64
-#: Elements of all packed rows from which rows of the second number of steps are cut, too.
-_LARGE, _SHORT_ROW = 3 << 17, 192
+#: Elements of all packed rows, by whether there are states, from which rows of so many steps are cut, too.
+_LARGE, _SHORT_ROW = {False: 1 << 16, True: 3 << 17}, 160
 #: A cost beyond all others.
 _PREFERRED = 1e6
 #: Of whole rows in which the gradient of gates is summed, for which no table has times: the steps that take as long as a turn does
@@ -129,10 +129,19 @@ def packs(problem: LinearScanProblem) -> bool:
 def cuts_packed(problem: LinearScanProblem) -> bool:
     """Whether variants for packed sequences are faster than generic ones. Rows are long, or many. Where there are states before or
     after sequences, these are not short, and backward rows are long: a lane's code for sequences in its elements is slow then."""
-    is_large = problem.batch * problem.channels * problem.time >= _LARGE
+    is_large = _elements(problem) >= _LARGE[problem.has_states]
     is_slow = problem.has_states and problem.direction == "backward"
     least = _SHORT_ROW if is_large and not is_slow else _LEAST_ROW
     return problem.time >= max(least, _LEAST_MEAN * problem.sequences * problem.has_states)
+
+
+def outlasts_launch(problem: LinearScanProblem) -> bool:
+    """Whether packed rows are so long, or so many, that they take longer than launching the kernels which look back."""
+    return problem.time >= _LEAST_ROW or _elements(problem) >= _LARGE[True]
+
+
+def _elements(problem: LinearScanProblem) -> int:
+    return problem.batch * problem.channels * problem.time
 
 
 def accepts(variant: Variant, problem: LinearScanProblem) -> str | None:

@@ -151,7 +151,9 @@ def test_how_rows_are_shared(
         ("1024,2048:bfloat16:sequences=64:state=1", False, False),
         ("896,1229:bfloat16:sequences=12:state=1", True, False),
         ("1024,65536:bfloat16:sequences=32:state=1", True, True),
-        ("473,501:bfloat16:sequences=15", False, False),
+        ("473,501:bfloat16:sequences=15", True, True),
+        ("473,501:bfloat16:sequences=15:state=1", False, False),
+        ("50,500:bfloat16:sequences=5", False, False),
     ],
 )
 def test_which_rows_are_cut(case: str, forward: bool, backward: bool) -> None:

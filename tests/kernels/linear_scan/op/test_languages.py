@@ -52,6 +52,8 @@ def there(a_device: Describe, a_binary: Make) -> System:
         ("time_last:1,1144,1562:float32:sequences=10", "cuda"),
         ("time_last:1,2048,4096:bfloat16:sequences=8", "cuda"),
         ("time_last:1,256,1100:float32:sequences=4", "triton"),
+        ("time_last:1,90,800:float32:sequences=5", "triton"),
+        ("time_last:1,1500,160:float32:sequences=7", "cuda"),
         ("time_last:1,1024,65536:bfloat16:sequences=32", "cuda"),
     ],
 )
