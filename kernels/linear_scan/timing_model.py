@@ -44,6 +44,9 @@ _SECTOR = 32
 #: for each. Timed on an H200, with (27, 144, 37132), (5, 72, 439474) and (3, 376, 15249) among the shapes; columns that one
 #: CTA passes over, and segments, lose nothing.
 _SHARED_GATES: Mapping[str, float] = {"single_wave": 10.0, "multi_cta_columns": 4.3}
+#: What generic access takes of its estimate with 16-bit elements of contiguous time, where another access serves. Timed on an H200, with
+#: (8, 91, 3530) and (1391, 1, 3375), and weighted little in the fit, since it is mostly far slower there.
+_GENERIC_HALVES = 1.1
 #: What tiles without gates take of the time of segments with them. Timed on an H200: 0.78 to 0.94, forward and backward.
 _WITHOUT_GATES = 0.9
 #: ms of a turn of rows that share a gate, at least, where a CTA has one stage, so that nothing is copied while it computes. Timed on
@@ -148,6 +151,9 @@ def predicted(
         ms = milliseconds(work, model[shape_of_variant.design])
         if f"access={ONE_GATE}," in text:
             ms *= _WITHOUT_GATES
+        generic = shape_of_variant.design == "generic" and not shape.kind.endswith("generic")
+        if generic and shape_of_variant.time_last and shape_of_variant.item == 2:
+            ms *= _GENERIC_HALVES
         return max(ms, _least_with_shared_gates(shape_of_variant, shape.sizes, work))
     except (ArithmeticError, LookupError, TypeError, ValueError):
         return None  # another version's, which is refused when it is looked at

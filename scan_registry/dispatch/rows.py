@@ -62,16 +62,17 @@ class TuningMatch:
         return self.distance <= NEAR and self.row.distance(unweighted) <= NEAR_UNWEIGHTED
 
     def ms(self, kernel: Kernel, text: str) -> float | None:
-        """What the variant that prints as ``text`` counts as: the ``estimate`` where the row is far away, or else its time
-        in the row, scaled to the problem; None if the row does not name it."""
+        """What the variant that prints as ``text`` counts as: the ``estimate`` where the row is far away, or of another problem and
+        does not name it, or else its time in the row, scaled to the problem; None if there is neither."""
         if self.rule(kernel, text) == "timing_model":
             return self.estimate(kernel, text)
         measured = self.row.times.get(kernel.label_in(text))
         return measured and measured * (self.scale(kernel, text) if self.distance else 1)
 
     def rule(self, kernel: Kernel, text: str) -> Rule:
-        """What ``ms`` goes by, if the row names the variant."""
-        if not self.is_near and self.estimate(kernel, text) is not None:
+        """What ``ms`` goes by, if it says anything."""
+        row_counts = self.is_near and (not self.distance or kernel.label_in(text) in self.row.times)
+        if not row_counts and self.estimate(kernel, text) is not None:
             return "timing_model"
         return "scaled_row" if self.distance else "row"
 

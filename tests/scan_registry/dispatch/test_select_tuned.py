@@ -160,7 +160,8 @@ def test_a_timing_model_scales_a_near_row_and_decides_alone_where_all_are_far(
         (2000, "scaled_row", cut),  # others take longer there, and segments do not
         (64, "timing_model", whole),
         (8192, "timing_model", whole),  # far from both rows, of which the nearest does not name it
-        (60_000, "scaled_row", cut),
+        (60_000, "timing_model", whole),  # the row is near, but does not name it
+        (65_536, "row", cut),
     ):
         problem = a_problem(time)
         winner = decide(device, [modelled], problem).winner
