@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from scan_registry.base.frozen import dataclass
 from scan_registry.kernels.tuning import (
@@ -38,8 +38,8 @@ _REDUCED, _MODELS = "reduced", "models"
 #: good, so that few variants serve all problems.
 EQUAL = 1.04
 #: The same for the variants in wheels; and how much a further variant has to gain to be in them, summed over
-#: problems: such as 1% on each of forty problems. Of all these, one that gains less is left out again if no problem then takes
-#: more than the last number of times the fastest's time.
+#: problems: such as 1% on each of forty problems. Of all these, one that gains less is left out again if no problem, and no point
+#: that timing models are fitted to, then takes more than the last number of times the fastest's time.
 ENOUGH, WORTH, STANDING_IN = 1.08, 0.4, 1.11
 
 
@@ -54,6 +54,10 @@ class Run:
     toolchain: Mapping[str, str]
     version: str
     date: str
+
+
+#: By kind, times of problems in ms by label.
+Points: TypeAlias = Mapping[str, Sequence[Mapping[str, float]]]
 
 
 class Timing(NamedTuple):
@@ -137,7 +141,8 @@ class Table:
     def tunings(self) -> dict[str, Tuning]:
         """The same with the times of few variants that are enough."""
         return {
-            head: _reduced([timed], EQUAL, math.inf, 0)[0] for head, timed in self.timed().items()
+            head: _reduced([timed], EQUAL, math.inf, 0, {})[0]
+            for head, timed in self.timed().items()
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -243,15 +248,16 @@ def _tuning(arch: str, measured: Sequence[Measured], exclusive: bool) -> Tuning:
 
 
 def _reduced(
-    timed: Sequence[Tuning], within: float, worth: float, standing_in: float
+    timed: Sequence[Tuning], within: float, worth: float, standing_in: float, points: Points
 ) -> list[Tuning]:
     """Of the GPUs of one architecture, with the times of few variants that are enough for all of them."""
     kinds = dict.fromkeys(kind for tuning in timed for kind in tuning.kinds)
-    rows = {kind: [row.times for tuning in timed for row in tuning.rows(kind)] for kind in kinds}
-    kept = {
-        kind: needed(problems, few(problems, within, worth), standing_in, worth)
-        for kind, problems in rows.items()
-    }
+    kept = dict[str, set[str]]()
+    for kind in kinds:
+        rows = [row.times for tuning in timed for row in tuning.rows(kind)]
+        labels = few(rows, within, worth)
+        beside = [{k: t for k, t in times.items() if k in labels} for times in points.get(kind, ())]
+        kept[kind] = needed([*rows, *filter(None, beside)], labels, standing_in, worth)
     return [tuning.only({kind: kept[kind] for kind in tuning.kinds}) for tuning in timed]
 
 
@@ -284,14 +290,26 @@ def shipped(folder: Path, kernel: str) -> tuple[Tuning, ...]:
     archs: dict[str, list[Tuning]] = {}
     for tuning in timed(folder, kernel):
         archs.setdefault(tuning.arch, []).append(tuning)
-    return tuple(
-        t for of_arch in archs.values() for t in _reduced(of_arch, ENOUGH, WORTH, STANDING_IN)
+    reduced = (
+        _reduced(tunings, ENOUGH, WORTH, STANDING_IN, _points(folder, arch, kernel))
+        for arch, tunings in archs.items()
     )
+    return tuple(tuning for tunings in reduced for tuning in tunings)
 
 
 def models_file(folder: Path, arch: str) -> Path:
     """Where the timing models of a family's kernels are, by the GPU's architecture, such as ``sm_90``."""
     return folder / FOLDER / _MODELS / f"{arch.replace('_', '')}.json"
+
+
+def _points(folder: Path, arch: str, kernel: str) -> Points:
+    """Times of further problems, which timing models are fitted to, too."""
+    models, points = models_file(folder, arch), dict[str, list[Mapping[str, float]]]()
+    for file in sorted(models.parent.glob(f"{models.stem}-random-*.json")):
+        for point in json.loads(file.read_text(encoding="utf-8"))["points"]:
+            if point["kernel"] == kernel:
+                points.setdefault(point["kind"], []).append(point["ms"])
+    return points
 
 
 def _model(folder: Path, tuning: Tuning, kernel: str) -> Model:

@@ -194,6 +194,18 @@ def test_rows_name_the_fastest_first() -> None:
     assert [[*row.times] for row in rows] == [["b", "a"], ["a", "b"], ["c"]]
 
 
+def test_random_problems_count_where_others_stand_in(tmp_path: Path) -> None:
+    written(tmp_path, a_table(measured(8, a=1.0, b=1.1), measured(16, a=1.09, b=1.0)))
+    models = tmp_path / "a_family" / "tuning" / "models"
+    models.mkdir()
+    for times, label in (({"c": 1.0}, "a"), ({"a": 1.2, "b": 1.0}, "b")):
+        points = [{"kernel": HEAD, "kind": "kind", "ms": times}]
+        (models / "sm90-random-1-x.json").write_text(json.dumps({"points": points}))
+        forget_reduced(tmp_path / "a_family")
+        (tuning,) = shipped(tmp_path / "a_family", HEAD)
+        assert tuning.labels == [label]
+
+
 def test_what_others_can_stand_in_for_is_left_out() -> None:
     problems = [{"a": 1.0, "b": 1.1}, {"a": 1.0, "b": 1.1, "c": 0.9}, {"b": 1.0, "c": 1.05}]
     every = {"a", "b", "c"}
