@@ -159,13 +159,15 @@ class Launch:
     """How to launch one variant on one problem.
 
     ``workspace`` bytes are passed as the pointer called ``workspace``, ``zeroed`` on the stream before the
-    kernel starts, or with what was there before; 0 passes null.
+    kernel starts, or with what was there before; 0 passes null. ``pieces`` says how many sums the kernel leaves of each result
+    that is to be added up; 0 stands for as many as the problem has room for.
     """
 
     grid: tuple[int, int, int]
     scalars: Mapping[str, int]
     workspace: int = 0
     zeroed: bool = True
+    pieces: int = 0
 
 
 class Problem(Protocol):

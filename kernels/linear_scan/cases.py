@@ -162,11 +162,12 @@ class Case(cases.Case):
         among = self.expected.get(SEQUENCE_OF.get(name, ""))
         if self.problem.direction == "summary" and name == "final_state":
             among = self.tensors["tokens"]
-        summed = self.problem.direction == "reduction" or (
-            self.problem.sums and name == "gates_grad"
-        )
-        whole = out.sum(0).view(expected.shape) if summed else out
-        return relative_error(whole, expected, among)
+        if self.problem.direction == "reduction":
+            out = out.sum(0)
+        elif self.problem.sums and name == "gates_grad":
+            # A launch may leave fewer sums than there is room for.
+            out = out[~out.isnan().all(1)].sum(0)
+        return relative_error(out.view(expected.shape), expected, among)
 
 
 class Trial(cases.RandomTrial[Setting]):

@@ -34,20 +34,12 @@ enum : int { SUM_STEPS = 64, MORE_SUMS = 1 };  // gates_grad has time / SUM_STEP
 #include "channel_last.cuh"
 #endif
 
-#if !SCALAR && !CONSTANT_GATE && !RESIDENT
-// Sums over time for which gates_grad has room for each state, where channels have one gate (problem.py). What sums up less
-// than SUM_STEPS steps does not.
-enum : int { SUM_STEPS = 64 };
-__device__ inline i64 sum_pieces(i64 time) { return VARLEN ? 1 : time / SUM_STEPS + 1; }
-#endif
-
 #if COLUMN_SERIAL
 
 struct Backward {
     const Storage *gates, *states, *states_grad;
     Storage *gates_grad, *tokens_grad;
-    State* sums;  // of gates_grad over time: pieces that lie as states do, one after the other
-    i64 pieces, of_piece;
+    State* sums;  // of gates_grad over time, one for each state
     i64 gates_batch, gates_time, states_batch, states_time, states_grad_batch, states_grad_time;
     i64 grads_batch, grads_time;
 };
@@ -166,9 +158,7 @@ __device__ void run_column(const Backward& of, const Column& column, const State
 #pragma unroll
     for (int v = 0; v < VECTOR; v++) {
         before_grad.write(v, pass.block_prefix.carried[v].x);
-        if (!sums_up) continue;
-        sums.write(v, pass.sum[v]);
-        for (i64 i = 1; i < of.pieces; i++) sums.write(v, State(0), i * of.of_piece);
+        if (sums_up) sums.write(v, pass.sum[v]);
     }
 }
 #endif
@@ -305,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     };
     State* const all_sums = flags & 2 ? reinterpret_cast<State*>(gates_grad) : nullptr;
     const Backward of{gates,       states,       states_grad, flags & 2 ? nullptr : gates_grad,
-                      tokens_grad, all_sums,     sum_pieces(time), batch * channels, gates_batch, gates_time,
+                      tokens_grad, all_sums,     gates_batch, gates_time,
                       states_batch, states_time, states_grad_batch, states_grad_time,
                       grads_batch, grads_time};
     const States before = states_of(initial_state, column), after_grad = states_of(final_state_grad, column);

@@ -1,7 +1,10 @@
 // Channels contiguous, aligned, and few of them, backward: what a warp does with a tile, for the schedule of lookback.cuh. The
-// tile picture is in channel_stream.cuh. SUM_STEPS and sum_pieces come from the kernel that includes this file.
+// tile picture is in channel_stream.cuh.
 #pragma once
 #include "channel_stream.cuh"
+
+// Time steps for which there is room for a sum of gates_grad, where channels have one gate (problem.py).
+enum : int { SUM_STEPS = 64 };
 
 struct BackwardTiles {
     using Tiles = Ring<3, 32 * STEPS>;
@@ -13,7 +16,7 @@ struct BackwardTiles {
     const Scans scans;
     const Walk walk;
     const Plane gates, grads, states, gates_grad, tokens_grad;
-    State* const sums;  // of gates_grad: sum_pieces for each state; the next piece of a state lies after a piece of every state
+    State* const sums;  // of gates_grad: one of each tile for each state; the next one of a state lies after one of every state
     const State *const initial_state, *const final_grad;
     State* const initial_grad;
     const i64 state_batch, state_channel;
@@ -106,19 +109,14 @@ struct BackwardTiles {
         chunk.set(for_gates);
         store_global(gates_grad.at(at, walk, last), words_of(chunk));
     }
-    // A tile's sum goes to the first of the pieces that are its own. The others hold zeros.
     __device__ void add_up(const Tile& tile, const Position& at, State (&sum)[VECTOR]) const {
 #pragma unroll
         for (int v = 0; v < VECTOR; v++)
 #pragma unroll
             for (int distance = LANES; distance < 32; distance *= 2) sum[v] = sum[v] + from_lane(sum[v], at.lane ^ distance);
-        if (tile.level >= scans.grid.levels || !at.has_channels) return;
-        const i64 begin = i64(tile.level) * TIMES / SUM_STEPS, next = i64(tile.level + 1) * TIMES / SUM_STEPS;
-        const i64 end = tile.level + 1 == scans.grid.levels ? sum_pieces(scans.time) : next;
-        State* const to = sums + at.batch * state_batch + at.channel * state_channel;
-        for (i64 i = begin + at.lane / LANES; i < end; i += 32 / LANES)
+        if (tile.level >= scans.grid.levels || !at.has_channels || at.lane >= LANES) return;
+        State* const to = sums + tile.level * scans.states + at.batch * state_batch + at.channel * state_channel;
 #pragma unroll
-            for (int v = 0; v < VECTOR; v++)
-                to[i * scans.states + v * state_channel] = i == begin ? sum[v] : State(0);
+        for (int v = 0; v < VECTOR; v++) to[v * state_channel] = sum[v];
     }
 };

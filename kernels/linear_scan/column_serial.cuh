@@ -437,7 +437,7 @@ struct States {
     }
     __device__ State read(int v) const { return there[v] ? first[v * TO_NEXT * by_channel] : State(0); }
     // `further`: elements from the states on.
-    __device__ void write(int v, State x, i64 further = 0) const {
-        if (there[v]) first[v * TO_NEXT * by_channel + further] = x;
+    __device__ void write(int v, State x) const {
+        if (there[v]) first[v * TO_NEXT * by_channel] = x;
     }
 };

@@ -147,4 +147,5 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         workspace = HEAD + problem.batch * columns * across * sum(groups) * _PIECE
     zeroed = not 0 < workspace <= _FEW_BYTES
     grid = columns, problem.batch, groups[0] + (not zeroed)
-    return Launch(grid, problem.scalars(across + _ZEROED * zeroed), workspace, zeroed)
+    scalars = problem.scalars(across + _ZEROED * zeroed)
+    return Launch(grid, scalars, workspace, zeroed, pieces=groups[0])

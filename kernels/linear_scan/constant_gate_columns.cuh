@@ -35,7 +35,6 @@ enum : int {
     VECTOR = sizeof(Storage) == 2 ? 2 : 1,    // channels of a thread
     WIDE = 128 / (VECTOR * sizeof(Storage)),  // threads for the channels of a tile, at most
     LOOKS = 2,                   // shifts that a thread reads at once
-    SUM_STEPS = 64,              // of a sum over time: gates_grad has time / SUM_STEPS + 1 of them for each state (problem.py)
 };
 
 // What a thread reads or writes of a row.
@@ -301,7 +300,7 @@ struct Lookback {
     __device__ void leave() const {
         if (is_shared() && !at.is_zeroed && threadIdx.x == 0 && seen + 1 == at.columns * at.tiles()) workspace_init.retract();
     }
-    // The sum over the tile's rows goes to the first of the pieces that are the tile's own, which lie `apart`. The others hold zeros.
+    // The sum over the tile's rows. Sums of one state lie `apart`.
     __device__ void add_up(States sum, const Boundary& sums, i64 apart) const {
         __syncthreads();  // the shifts have been read
         of_slot(at.slot, at) = sum;
@@ -309,9 +308,6 @@ struct Lookback {
         if (at.slot > 0 || at.own == 0) return;
 #pragma unroll 4
         for (int slot = 1; slot < at.slots; slot++) sum = sum + of_slot(slot, at);
-        const int begin = at.first / SUM_STEPS, next = (at.first + at.times()) / SUM_STEPS;
-        const int end = at.tile + 1 == at.tiles() ? at.time / SUM_STEPS + 1 : next;
-#pragma unroll 1
-        for (int i = begin; i < end; i++, sum = States()) sums.write(sum, i * apart);
+        sums.write(sum, at.tile * apart);
     }
 };

@@ -222,9 +222,9 @@ class LinearScanProblem:
         return 16 // ITEM_SIZE[self.dtype]
 
     def sum_pieces(self) -> int:
-        """How many partial sums over time a kernel writes for each state where ``sums``. Of contiguous time, each is for as many
-        steps as the smallest tile has that is a part of a row; 6 more are for what tiles have beyond a row's ends. Of contiguous
-        channels, likewise, and of packed sequences each has one."""
+        """How many partial sums over time a kernel writes for each state, at most, where ``sums``; its launch says how many.
+        Of contiguous time, each is for as many steps as the smallest tile has that is a part of a row; 6 more are for what tiles have
+        beyond a row's ends. Of contiguous channels, likewise, and of packed sequences each has one."""
         if self.layout == "time_last":
             return self.time // (64 * self.chunk()) + 6
         return 1 if self.sequences else self.time // SUM_STEPS + 1

@@ -298,14 +298,15 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     groups = [ceil_div(time, shape.times)]
     ctas, shape_flags = columns * groups[0], shape.flags()
     if groups[0] == 1:
-        return Launch((ctas, problem.outer, 1), problem.scalars(shape_flags))
+        return Launch((ctas, problem.outer, 1), problem.scalars(shape_flags), pieces=1)
+    pieces = groups[0]
     while groups[-1] > 1:
         groups.append(ceil_div(groups[-1], _GROUP))
     own = HEAD + columns * shape.across * sum(groups) * _map_bytes(problem.dtype)
     zeroed = own > _FEW_BYTES or ctas > _FEW_TILES
     scalars = problem.scalars(shape_flags | (not zeroed) << 20 | own // _PIECE << 21)
     grid = ctas if zeroed else 1 + ctas, problem.outer, 1
-    return Launch(grid, scalars, problem.outer * own, zeroed)
+    return Launch(grid, scalars, problem.outer * own, zeroed, pieces)
 
 
 def _map_bytes(dtype: str) -> int:

@@ -260,9 +260,7 @@ __device__ inline State enter_rows(const Inputs& inputs, const Ends& ends, const
     return at.slot > 0 ? prefix.slots(x) : x;
 }
 
-// Steps of a sum over time. Where channels have one gate, gates_grad has time / SUM_STEPS + 1 sums for each state (problem.py).
-enum : int { SUM_STEPS = 64 };
-// The sum over the tile's rows goes to the first of the pieces that are the tile's own, which lie `apart`. The others hold zeros.
+// The sum over the tile's rows. Sums of one state lie `apart`.
 __device__ inline void add_up(State sum, const Position& at, State* sums, i64 apart) {
     __shared__ State of_slots[THREADS];
 #pragma unroll 1
@@ -273,10 +271,5 @@ __device__ inline void add_up(State sum, const Position& at, State* sums, i64 ap
         if (other < count) sum = sum + of_slots[other * at.across + at.lane];
         __syncthreads();
     }
-    of_slots[threadIdx.x] = sum;
-    __syncthreads();
-    if (at.lane >= at.channels || at.slot >= at.slots) return;
-    const i64 begin = i64(at.index) * at.times() / SUM_STEPS, next = i64(at.index + 1) * at.times() / SUM_STEPS;
-    const i64 end = at.is_last() ? at.period / SUM_STEPS + 1 : next;
-    for (i64 i = begin + at.slot; i < end; i += at.slots) sums[i * apart] = i == begin ? of_slots[at.lane] : State(0);
+    if (at.lane < at.channels && at.slot == 0) sums[at.index * apart] = sum;
 }

@@ -85,7 +85,6 @@ struct Position : TileShape {
         own = slot < slots && lane < channels && rows > slot * steps ? smaller(rows - slot * steps, steps) : 0;
     }
     __device__ int times() const { return slots * steps; }
-    __device__ bool is_last() const { return begin + rows == all; }
     // Where the states of a scan of the column lie, by its number in order.
     __device__ i64 state(unsigned number, i64 by_outer, i64 by_batch, i64 by_channel, i64 by_sequence) const {
         const unsigned of = against ? scans - 1 - number : number;

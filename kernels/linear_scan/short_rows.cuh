@@ -26,8 +26,6 @@ enum : int {
     ITEM = sizeof(Storage),
     AREA = THREADS * STEPS * ITEM,  // bytes of the tile of one tensor (short_rows.py)
     AT_ONCE = 4,                    // elements that are read before any is computed
-    SUM_STEPS = 64 * PIECE / ITEM,  // time steps for which there is room for a sum, and for how many more sums (problem.py)
-    MORE_SUMS = 6,
 };
 
 // The CTA's rows, and of one of them this thread's steps.

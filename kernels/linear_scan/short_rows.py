@@ -151,4 +151,4 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     rows = problem.batch * problem.channels
     lanes, steps = lanes_and_steps(rows, problem.time, ITEM_SIZE[problem.dtype])
     ctas = ceil_div(rows * lanes, 32 * variant.number("warps"))
-    return Launch((ctas, 1, 1), problem.scalars(lanes | steps << 8))
+    return Launch((ctas, 1, 1), problem.scalars(lanes | steps << 8), pieces=1)

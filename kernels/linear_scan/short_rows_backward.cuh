@@ -23,13 +23,9 @@ struct Finishing {
     }
 };
 
-// Write the sum over a row's lanes to the first of the sums that the row has room for, and zeros to the others, which lie so many
-// elements apart.
-__device__ inline void add_up(const Tile& tile, State sum, State* sums, i64 apart) {
+// Write the sum over a row's lanes.
+__device__ inline void add_up(const Tile& tile, State sum, State* to) {
 #pragma unroll 1
     for (int distance = 1; distance < tile.lanes; distance *= 2) sum = sum + from_lane(sum, threadIdx.x % 32 ^ distance);
-    if (tile.lane != 0 || tile.own == 0) return;
-    sums[0] = sum;
-#pragma unroll 1
-    for (int i = 1; i < tile.time / SUM_STEPS + MORE_SUMS; i++) sums[i * apart] = State(0);
+    if (tile.lane == 0 && tile.own > 0) *to = sum;
 }

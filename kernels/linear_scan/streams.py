@@ -261,16 +261,19 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
         segments = _segments(variant, problem)
         workspace = _workspace(variant, problem, segments)
         ctas, zeroed = min(segments + 1, at_once), segments >= at_once
-        return Launch((ctas, 1, 1), problem.scalars(), workspace, zeroed)
+        return Launch(
+            (ctas, 1, 1), problem.scalars(), workspace, zeroed, _tiles_of_scan(variant, problem)
+        )
     if _is_single_wave(variant):
         return _launch_single_wave(variant, problem, at_once)
     if is_column_serial(variant):
         blocks = _columns(variant, problem) * _ctas_per_column(variant)
         if _ctas_per_column(variant) == 1:
-            return Launch((blocks, 1, 1), problem.scalars())
+            return Launch((blocks, 1, 1), problem.scalars(), pieces=1)
         return Launch((blocks, 1, 1), problem.scalars(), descriptor_bytes(variant, blocks))
     columns = ceil_div(problem.batch * problem.channels, scans(variant))
-    return Launch((at_once if columns > 4 * at_once else columns, 1, 1), problem.scalars())
+    ctas = at_once if columns > 4 * at_once else columns
+    return Launch((ctas, 1, 1), problem.scalars(), pieces=1)
 
 
 def _launch_packed(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launch:
@@ -369,11 +372,17 @@ def _cuts(variant: Variant) -> bool:
 def _segments(variant: Variant, problem: LinearScanProblem) -> int:
     """The segments of all columns, for a variant that cuts them."""
     warps = rings.tile_warps(dict(variant.statics))
+    of_column = ceil_div(_tiles_of_scan(variant, problem), warps)
     if problem.layout == "time_last":
-        rows = problem.batch * problem.channels
-        return rows * ceil_div(_tiles_of_row(variant, problem), warps)
-    columns = problem.batch * ceil_div(problem.channels, scans(variant))
-    return columns * ceil_div(problem.time, times(variant) * warps)
+        return problem.batch * problem.channels * of_column
+    return problem.batch * ceil_div(problem.channels, scans(variant)) * of_column
+
+
+def _tiles_of_scan(variant: Variant, problem: LinearScanProblem) -> int:
+    """The tiles of a scan, for a variant that cuts scans."""
+    if problem.layout == "time_last":
+        return _tiles_of_row(variant, problem)
+    return ceil_div(problem.time, times(variant))
 
 
 def _tiles_of_row(variant: Variant, problem: LinearScanProblem) -> int:

@@ -21,7 +21,7 @@ enum : int { SUM_STEPS = 64 * PIECE / sizeof(Storage), MORE_SUMS = 6 };  // sums
 struct Backward {
     Rows gates, states, grads, gates_grad, tokens_grad;
     bool one_gate;  // a row has one for all times
-    State* sums;  // of gates_grad: sum_pieces for each row; the next piece of a row lies after a piece of every row
+    State* sums;  // of gates_grad: one for each row or, of rows that are cut, for each tile; the next of a row lies after one of every row
     States initial, final_grad, initial_grad;
     Walk walk;
 };
@@ -31,7 +31,7 @@ struct BackwardTiles {
     using Tiles = Ring<GATES + 2, 32 * PIECES, SIDE>;  // of the states one more a row, past the last
     using TilePrefix = RowTilePrefix;
     enum : int { SCANS = 1, HELD = 1, GRADS = GATES, STATES = GATES + 1 };
-    static_assert(!CUT || (TIMES % SUM_STEPS == 0 && TIMES <= 4 * SUM_STEPS), "or a tile has no room for its sum");
+    static_assert(!CUT || TIMES >= SUM_STEPS, "or a tile has no room for its sum");
     const Backward& of;
     const Scans& scans;
 
@@ -193,18 +193,15 @@ struct BackwardTiles {
         return reinterpret_cast<Storage*>(ring.extra(0)) + (TURNED ? VECTOR - 1 : 0);
     }
 #endif
-    // The sum of a tile that is a part of its row has room of its own; others are added up until the row's last. Room that is
-    // left holds zeros.
+    // The sum of a tile that is a part of its row has room of its own; others are added up until the row's last.
     __device__ void add_up(const Tile& tile, const Position& at, State sum, TilePrefix& tile_prefix) const {
 #pragma unroll
         for (int distance = LANES / 2; distance > 0; distance /= 2) sum = sum + from_lane(sum, at.lane ^ distance);
         const bool is_last = tile.level + 1 == scans.grid.levels;
         if (!CUT) sum = tile_prefix.sum = tile.level ? tile_prefix.sum + sum : sum;
         State* const sums = States{of.sums, of.initial.strides, 0}.of_row(scans, at, at.row());
-        if (!sums || (CUT ? tile.level >= scans.grid.levels : !is_last)) return;
-        const i64 begin = CUT ? i64(tile.level) * (TIMES / SUM_STEPS) : 0;
-        const i64 end = is_last ? sum_pieces(scans.time) : begin + TIMES / SUM_STEPS;
-        for (i64 i = begin + at.lane % LANES; i < end; i += LANES) sums[i * scans.rows] = i == begin ? sum : State(0);
+        if (!sums || at.lane % LANES > 0 || (CUT ? tile.level >= scans.grid.levels : !is_last)) return;
+        sums[CUT ? tile.level * scans.rows : 0] = sum;
     }
 };
 
@@ -397,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     Finishing pass{tile, initial, enter_steps<BackwardStep>(tile, entering)};
     for_own(tile, pass);
     if (initial_state_grad && tile.ends()) initial_state_grad[own_state] = pass.h;
-    if (gates_grad && flags & 2) add_up(tile, pass.sum, reinterpret_cast<State*>(gates_grad) + own_state, batch * channels);
+    if (gates_grad && flags & 2) add_up(tile, pass.sum, reinterpret_cast<State*>(gates_grad) + own_state);
     __syncthreads();
     if (gates_grad && !(flags & 2)) copy_out(tile, 0, gates_grad);
     if (tokens_grad) copy_out(tile, 1, tokens_grad);

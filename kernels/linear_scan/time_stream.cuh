@@ -44,13 +44,11 @@ enum : int {
     TIMES = LANES * ITEMS,  // that a tile covers
     LINE = 128 / sizeof(Storage),  // of the caches
     LONG = 16 * LINE,  // for a row
-    SUM_STEPS = 64 * VECTOR,  // time steps for which there is room for a sum
+    SUM_STEPS = 64 * VECTOR,  // time steps for which there is room for a sum (problem.py)
 };
 #if VARLEN
 #include "../linear_scan/packed_tiles.cuh"
 #endif
-// Sums of a row for which there is room (problem.py).
-__device__ inline i64 sum_pieces(i64 time) { return time / SUM_STEPS + 6; }
 #if ONE_GATE
 enum : int { GATES = 0 };  // tiles of gates in a stage
 #else

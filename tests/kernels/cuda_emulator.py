@@ -159,6 +159,9 @@ class Emulated:
                 line = ctypes.string_at(workspace, 16)
                 as_it_was = line == b"\xa5" * 16
                 assert as_it_was or line == bytes(16), f"the next launch would see {line.hex()}"
+        if launch.pieces and (sums := tensors.get("gates_grad")) is not None and problem.sums:
+            assert not sums[: launch.pieces].isnan().any(), "a sum was not written"
+            assert sums[launch.pieces :].isnan().all(), "more sums than the launch says"
 
     def _at_once(self, grid: Sequence[int], sm_count: int) -> int:
         """A GPU that is to run a variant has room for those that share a column, and for one on each SM: those of a network

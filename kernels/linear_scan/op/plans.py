@@ -59,10 +59,8 @@ def runner(
     problem: LinearScanProblem,
     device: torch.device,
     backend: Any,
-    lowest: Tier | None = None,
 ) -> Run | Decision:
-    """A function that runs the best kernel for the problem, on no worse tier than ``lowest``, if that is
-    given; where only the reference solves it, the decision that says so."""
+    """A function that runs the best kernel for the problem; where only the reference solves it, the decision that says so."""
     names = POINTERS[problem.direction]
     if device.type == "cpu":
         kernel, scalars = getattr(_cpu, problem.direction), problem.scalars()
@@ -77,8 +75,7 @@ def runner(
 
         return run_here
 
-    allowed = policy.lowest() if lowest is None else min(lowest, policy.lowest())
-    plan = prepare(device.index, FAMILY, problem, backend, allowed)
+    plan = prepare(device.index, FAMILY, problem, backend, policy.lowest())
     return plan.decision if plan.launch is None else plan.run
 
 
@@ -335,15 +332,13 @@ def plan_backward(
     call = make_kernel_call("backward", gates, others, cu_seqlens, dim, reverse, has_states)
     # Whether or not the gates' gradient is wanted, so that the others are the same to the bit.
     broadcast = gates.shape != model.shape
-    summing = _plan_sums(call, device, options.backend)
+    summing, pieces = _plan_sums(call, device, options.backend)
     run = summing or runner(call.problem, device, options.backend)
     if not callable(run):
         decision = run
         return lambda *inputs: run_reference(decision, lambda: by_reference(*inputs))
     reduced = for_gates and broadcast and summing is None
     reduce = _plan_reduction(gates, model, cu_seqlens, options) if reduced else None
-    pieces = 0 if summing is None else call.problem.sum_pieces()
-
     kernels = None if device.type == "cpu" else partial(_total_runner, device, options.backend)
     total = plan_total(gates, layout, pieces, dim, kernels) if for_gates and summing else None
 
@@ -392,17 +387,21 @@ def _total_runner(device: torch.device, backend: Any, problem: GatesSumProblem) 
     return prepare(device.index, FAMILY, problem, backend, lowest).run
 
 
-def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> Run | None:
-    """How the backward kernel itself sums up the gradient of gates that do not change with time; None
-    if no kernel that is there already does."""
+def _plan_sums(call: KernelCall, device: torch.device, backend: Any) -> tuple[Run | None, int]:
+    """How the backward kernel itself sums up the gradient of gates that do not change with time, and how many sums it
+    leaves for each state; None and 0 if no kernel that is there already does."""
     problem = call.fused()
     if problem is None or device.type == "cpu":
-        return None
+        return None, 0
+    lowest = min(Tier.PTX, policy.lowest())
     try:
-        run = runner(problem, device, backend, Tier.PTX)
+        plan = prepare(device.index, FAMILY, problem, backend, lowest)
     except NoKernelError:
-        return None
-    return run if callable(run) else None
+        return None, 0
+    shape = plan.decision.launch()
+    if plan.launch is None or shape is None:
+        return None, 0
+    return plan.run, shape.pieces or problem.sum_pieces()
 
 
 def _plan_reduction(
