@@ -14,7 +14,6 @@
 #if RESIDENT
 #define BACKWARD 1
 #include "resident.cuh"
-enum : int { SUM_STEPS = 64, MORE_SUMS = 1 };  // gates_grad has time / SUM_STEPS + MORE_SUMS sums for each state (problem.py)
 #elif NARROW
 #define BACKWARD 1
 #include "narrow_columns.cuh"
@@ -190,8 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
                         gates_grad ? states + run.offset(states_batch) : nullptr,
                         tokens_grad ? tokens_grad + run.offset(grads_batch) : nullptr, gate,
                         run.has_channel ? boundary(initial_state).read(run.channel) : State(0), boundary(final_state_grad),
-                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels,
-                        int(time / SUM_STEPS + MORE_SUMS)}, workspace);
+                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels}, workspace);
 #elif NARROW
     const Storage* const from[] = {gates + blockIdx.x * gates_batch, states_grad + blockIdx.x * states_grad_batch,
                                    gates_grad ? states + blockIdx.x * states_batch : nullptr};

@@ -222,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_channe
     const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
     const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch) + run.channel * gates_channel]) : State(0);
     scan_resident(run, {tokens + run.offset(tokens_batch), nullptr, states + run.offset(states_batch), gate,
-                        State(0), boundary(initial_state), boundary(final_state), {}, 0, 0}, workspace);
+                        State(0), boundary(initial_state), boundary(final_state), {}, 0}, workspace);
 #elif NARROW
     const Storage* const from[] = {gates + blockIdx.x * gates_batch, tokens + blockIdx.x * tokens_batch};
     Storage* const to[] = {states + blockIdx.x * states_batch};

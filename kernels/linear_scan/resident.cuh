@@ -60,8 +60,8 @@ struct Boundary {
     i64 by_channel;
 
     __device__ State read(int channel) const { return first ? first[channel * by_channel] : State(0); }
-    __device__ void write(int channel, State x) const {
-        if (first) first[channel * by_channel] = x;
+    __device__ void write(int channel, State x, i64 further = 0) const {
+        if (first) first[channel * by_channel + further] = x;
     }
 };
 
@@ -163,9 +163,8 @@ struct Tensors {
     Storage* out;
     State gate, first;
     Boundary entering, leaving;
-    Boundary sums;  // of the gradient of gates: `pieces` for each channel, which lie `apart`
+    Boundary sums;  // of the gradient of gates: those of one channel lie `apart`
     i64 apart;
-    int pieces;
 };
 
 struct Pass {
@@ -287,14 +286,18 @@ struct Pass {
         if (EARLIER && of.earlier) add_up(sum);
         ring.await_stores<0>();
     }
-    // The run's sum goes to the piece of the run's number. Pieces that no run has hold zeros.
+    // A sum is of what a CTA has of a batch. To be called by the whole CTA.
     __device__ void add_up(State sum) const {
 #pragma unroll 1
         for (int half = run.slots / 2; half > 0; half /= 2) sum = sum + from_higher(sum, half * run.channels);
-        if (run.slot > 0 || !run.exists) return;
+        __shared__ State of_warps[WARPS][32];
+        if (run.slot == 0) of_warps[run.warp][run.channel] = sum;
+        __syncthreads();
+        const int together = smaller(run.runs, WARPS);
+        if (run.slot > 0 || !run.exists || run.place % together > 0) return;
 #pragma unroll 1
-        for (int i = run.place; i < of.pieces; i += run.runs, sum = State(0))
-            of.sums.first[run.channel * of.sums.by_channel + i * of.apart] = sum;
+        for (int i = 1; i < together; i++) sum = sum + of_warps[run.warp + i][run.channel];
+        of.sums.write(run.channel, sum, run.place / together * of.apart);
     }
 };
 

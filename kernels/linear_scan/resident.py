@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan.problem import (
-    SUM_STEPS,
     Direction,
     LinearScanProblem,
     ceil_div,
@@ -152,12 +151,10 @@ def launch(variant: Variant, problem: LinearScanProblem, sm_count: int) -> Launc
     runs = max(1, (sm_count * variant.number("blocks") - 1) * warps // scans)
     runs = runs // warps * warps if runs >= warps else 1 << runs.bit_length() - 1
     of_run = ceil_div(chunks, runs)
-    if problem.sums:  # for each of which there is room
-        of_run = max(of_run, ceil_div(SUM_STEPS, steps))
     needed = ceil_div(chunks, of_run)
     runs = ceil_div(needed, warps) * warps if needed > warps else 1 << (needed - 1).bit_length()
     ctas = ceil_div(scans * runs, warps)
     shared = runs > warps
     workspace = HEAD + ctas * channels(problem) * _PIECE if shared else 0
     scalars = problem.scalars(of_run | runs << _CHUNK_BITS)
-    return Launch((ctas + shared, 1, 1), scalars, workspace, not shared)
+    return Launch((ctas + shared, 1, 1), scalars, workspace, not shared, max(1, runs // warps))

@@ -12,7 +12,6 @@
 #if RESIDENT
 #define BACKWARD 1
 #include "resident.cuh"
-enum : int { SUM_STEPS = 64 * PIECE / sizeof(Storage), MORE_SUMS = 6 };  // sums of gates_grad for each row (problem.py)
 #elif SHORT_ROWS
 #include "short_rows_backward.cuh"
 #elif STAGES
@@ -379,8 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
                         gates_grad ? states + run.offset(states_batch, states_channel) : nullptr,
                         tokens_grad ? tokens_grad + run.offset(grads_batch, grads_channel) : nullptr, gate,
                         run.has_channel ? boundary(initial_state).read(run.channel) : State(0), boundary(final_state_grad),
-                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels,
-                        int(time / SUM_STEPS + MORE_SUMS)}, workspace);
+                        boundary(initial_state_grad), boundary(reinterpret_cast<State*>(gates_grad)), batch * channels}, workspace);
 #elif SHORT_ROWS
     const Tile tile(batch * channels, time, !(flags & 1), flags);
     copy_in(tile, 1, states_grad);

@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) linear_scan_time_l
     const auto boundary = [&](const State* of) { return Boundary{of ? const_cast<State*>(of) + own : nullptr, state_channel}; };
     const State gate = run.has_channel ? Element::widen(gates[run.offset(gates_batch, gates_channel)]) : State(0);
     scan_resident(run, {tokens + run.offset(tokens_batch, tokens_channel), nullptr, states + run.offset(states_batch, states_channel), gate,
-                        State(0), boundary(initial_state), boundary(final_state), {}, 0, 0}, workspace);
+                        State(0), boundary(initial_state), boundary(final_state), {}, 0}, workspace);
 #elif SHORT_ROWS
     const Tile tile(batch * channels, time, flags & 1, flags);
     copy_in(tile, 1, tokens);
