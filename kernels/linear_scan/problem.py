@@ -87,7 +87,7 @@ class LinearScanProblem:
     reverse      whether x[t] follows from x[t+1]
     strides      of the tensors that ``STRIDED`` names, in that order; 0 where gates are broadcast
     alignment    bytes, at most 16, that divide the address of every (batch, channels, time) tensor
-    sums         of a backward problem: whether gates_grad is ``sum_pieces`` sums over time for each state, each lying as
+    sums         of a backward problem: whether gates_grad is up to ``sum_pieces`` sums over time for each state, each lying as
                  states do
     has_states   whether there are states before or after packed sequences, or gradients of such
     """
