@@ -216,6 +216,22 @@ def test_steps(name: str) -> None:
     stepped(name)
 
 
+@pytest.mark.parametrize("name", rest_thorough(["Mamba", "Mamba2"], ["Mamba2"]))
+def test_gradients_are_those_of_the_states_before_the_call(name: str) -> None:
+    """Of a call that changes states in place. Other backends drop no copies."""
+    block = nn.Mamba(8) if name == "Mamba" else nn.Mamba2(8, d_state=4, headdim=8)
+    x = torch.randn(2, 6, 8)
+
+    def gradients(function: torch.nn.Module) -> tuple[Tensor, ...]:
+        torch.manual_seed(0)
+        states = tuple(torch.randn_like(state) for state in block.allocate_inference_cache(2, 0))
+        loss = sum(function(part, states=states).square().sum() for part in x.split(3, 1))
+        assert isinstance(loss, Tensor)
+        return torch.autograd.grad(loss, [*block.parameters()])
+
+    torch.testing.assert_close(gradients(compiled(block)), gradients(block), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_generated")
 def test_generated_code() -> None:
