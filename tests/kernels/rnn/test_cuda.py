@@ -222,6 +222,7 @@ def test_gates_of_a_steady_slstm_are_as_exact_as_what_is_stored(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # as the job that compiles every variant for every architecture fails where one spills
 @pytest.mark.skipif(isinstance(jit.toolchains()["cuda"], str), reason="NVRTC is not installed")
 @pytest.mark.parametrize("kernel", ["sequence_forward", "sequence_backward"])
 def test_r_stays_in_registers(kernel: str) -> None:
