@@ -16,8 +16,9 @@ from typing import Any
 
 from scan_registry.kernels import operators
 
-RANKS = 7
-SIZES = (1, 2, 3, 4, RANKS)
+RANKS = 5
+#: Seven send in as many rounds as five.
+SIZES = (1, 2, 3, 4, RANKS, 7)
 #: Of every run: another even number of ranks finds what these do.
 USUAL_SIZES = (1, 2, 3, RANKS)
 #: Of a collective, in seconds: longer than any takes that is not stuck.
@@ -25,7 +26,8 @@ GROUP_TIMEOUT = 60
 
 
 class RankPool:
-    """Processes, ``RANKS`` unless given. A task runs on the first so many of them, which have a group of their own.
+    """Processes, ``RANKS`` unless given, or as many as a task wants. It runs on the first so many of them, which have a group of
+    their own.
 
     ``timeout`` is that of a collective, in seconds.
     """
@@ -48,6 +50,9 @@ class RankPool:
         ``dies`` is a rank that is to, whose result is None. ``AssertionError`` with the tracebacks of the ranks where it failed, or if one is not done within ``limit``
         seconds; all processes are then started anew by the next task.
         """
+        if size > self.ranks:
+            self.close()
+            self.ranks = size
         if not self._processes:
             self.start()
         task = function.__module__, function.__qualname__, size, args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import distributed_composed as composed
 import pytest
-from rank_pool import GROUP_TIMEOUT, RANKS, RankPool
+from rank_pool import GROUP_TIMEOUT, RankPool
 
 
 @pytest.mark.parametrize("scan", composed.SCANS)
@@ -27,9 +27,9 @@ def test_compiled_after_a_call_under_a_mode(ranks: RankPool, scan: str) -> None:
 
 @pytest.mark.slow
 def test_channels_within_parameters_and_time(ranks: RankPool) -> None:
-    ranks.run(RANKS, composed.check_time_and_channels)
+    ranks.run(ranks.ranks, composed.check_time_and_channels)
 
 
 @pytest.mark.thorough  # the scan's own part is in test_meshes_of_two_dimensions; torch lays its projections on the mesh for ten s
 def test_dtensors_of_time_and_channels(ranks: RankPool) -> None:
-    ranks.run(RANKS, composed.check_dtensors_of_time_and_channels)
+    ranks.run(ranks.ranks, composed.check_dtensors_of_time_and_channels)

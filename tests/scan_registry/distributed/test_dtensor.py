@@ -5,7 +5,7 @@ from __future__ import annotations
 import distributed_dtensors as dtensors
 import distributed_models as models
 import pytest
-from rank_pool import RANKS, RankPool
+from rank_pool import RankPool
 
 from scan_registry import distributed
 
@@ -34,7 +34,7 @@ def test_shards_of_time_with_options(ranks: RankPool) -> None:
     "name", ["linear_scan", "gated_scan", "selective_scan", "ssd_scan", "causal_conv1d"]
 )
 def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:
-    ranks.run(RANKS, dtensors.check_two_dimensions, name, limit=120)
+    ranks.run(ranks.ranks, dtensors.check_two_dimensions, name, limit=120)
 
 
 def test_shards_that_do_not_go_together(ranks: RankPool) -> None:

@@ -6,11 +6,11 @@ import distributed_cases as cases
 import pytest
 from covering import rest_thorough
 from distributed_cases import Case, compare, draw_cases
-from rank_pool import SIZES, USUAL_SIZES, RankPool
+from rank_pool import RANKS, SIZES, USUAL_SIZES, RankPool
 
 UNEVEN, EMPTY = (4, 3, 6), (0, 5, 0, 0, 2, 1, 0)
 #: Cases that are drawn: most for the fewest ranks of which one is between others.
-DRAWN = {1: 15, 2: 30, 3: 60, 4: 20, 7: 20}
+DRAWN = {1: 15, 2: 30, 3: 60, 4: 20, 5: 20, 7: 20}
 #: With this seed the cases hold what ``test_drawn_cases_hold_what_matters`` asks for.
 SEED = 7140
 
@@ -61,7 +61,7 @@ def test_drawn(ranks: RankPool, size: int) -> None:
     ranks.run(size, compare, *draw_cases(DRAWN[size], SEED + size))
 
 
-@pytest.mark.parametrize("size", [1, 3, 7])
+@pytest.mark.parametrize("size", [1, 3, RANKS])
 def test_second_derivatives(ranks: RankPool, size: int) -> None:
     ranks.run(
         size,

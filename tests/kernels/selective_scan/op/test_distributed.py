@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from distributed_operators import (
@@ -10,17 +12,23 @@ from distributed_operators import (
     selective_failure,
     selective_outputs,
 )
-from rank_pool import SIZES, RankPool
+from rank_pool import RANKS, SIZES, RankPool
 
 from scan_registry.kernels.selective_scan import reference
 from scan_registry.kernels.selective_scan.op.arguments import Arguments, Options
 from scan_registry.kernels.selective_scan.op.distributed import summed_sizes
 
+#: Of every run: all that a number of ranks may be is met by whole sequences or by packed ones.
+FEW = {(1, True), (2, False), (3, False), (3, True), (RANKS, True)}
 GROUPS = [(1, 2), (4, 0), (0, 3), (6, 4)]
 
 
 @pytest.mark.parametrize(
-    ("size", "packed"), [*((size, False) for size in SIZES), (1, True), (3, True), (7, True)]
+    ("size", "packed"),
+    [
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.thorough)
+        for case in product(SIZES, (False, True))
+    ],
 )
 def test_all_that_it_takes(ranks: RankPool, size: int, packed: bool) -> None:
     ranks.run(size, selective, Selective((1, 1), packed))
