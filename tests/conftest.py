@@ -212,6 +212,12 @@ def make_binary(
 
 
 @pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """For tests that go through combinations of their own."""
+    return bool(pytestconfig.getoption("--thorough"))
+
+
+@pytest.fixture(scope="session")
 def a_device() -> Callable[..., Device]:
     """A GPU of a capability; keywords replace what is ample by default."""
     return make_device

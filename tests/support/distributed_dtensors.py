@@ -267,14 +267,18 @@ def check_time_with_options(rank: int, ranks: int, group: Any) -> None:
             torch.testing.assert_close(one.full_tensor(), other)
 
 
-def check_two_dimensions(rank: int, ranks: int, group: Any, name: str) -> None:
-    """A mesh of 2 × 2, and every pair of what its dimensions shard."""
+#: What the dimensions of a mesh shard: each in either place, and time along both.
+PAIRS = (("batch", "time"), ("time", "channels"), ("channels", "batch"), ("time", "time"))
+
+
+def check_two_dimensions(rank: int, ranks: int, group: Any, name: str, every: bool) -> None:
+    """A mesh of 2 × 2, and some or all pairs of what its dimensions shard."""
     # All processes that there are take part in making its groups.
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("one", "other"))
     if rank > 3:
         return
     call = CALLS[name]
-    for along in product(("batch", "channels", "time"), repeat=2):
+    for along in product(("batch", "channels", "time"), repeat=2) if every else PAIRS:
         dims = zip(*(getattr(call, each) for each in along), strict=True)
         parts = [
             distribute_tensor(t, mesh, [Replicate() if d is None else Shard(d) for d in both])

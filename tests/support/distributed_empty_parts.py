@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from covering import each_pair
 from distributed_cases import close, summed
 from torch import Tensor
 
@@ -94,10 +95,13 @@ OPERATORS = {
 }
 
 
-def check(rank: int, ranks: int, group: Any, name: str, packed: bool) -> None:
-    """Every cut and way of an operator, with and without initial state, final state and resets."""
-    operator = OPERATORS[name]
-    for lengths, way, every in product(CUTS, operator.ways, (False, True)):
+def check(rank: int, ranks: int, group: Any, name: str, packed: bool, combinations: bool) -> None:
+    """Every cut and way of an operator, with and without initial state, final state and resets: each two of these together, or
+    all ``combinations``."""
+    ways = OPERATORS[name].ways
+    columns = CUTS, range(len(ways)), (False, True)
+    for lengths, number, every in product(*columns) if combinations else each_pair(*columns):
+        way = ways[number]
         try:
             _compare(rank, group, name, lengths, way, packed, every)
         except AssertionError as error:

@@ -33,8 +33,8 @@ def test_shards_of_time_with_options(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     "name", ["linear_scan", "gated_scan", "selective_scan", "ssd_scan", "causal_conv1d"]
 )
-def test_meshes_of_two_dimensions(ranks: RankPool, name: str) -> None:
-    ranks.run(ranks.ranks, dtensors.check_two_dimensions, name, limit=120)
+def test_meshes_of_two_dimensions(ranks: RankPool, name: str, thorough: bool) -> None:
+    ranks.run(ranks.ranks, dtensors.check_two_dimensions, name, thorough, limit=120)
 
 
 def test_shards_that_do_not_go_together(ranks: RankPool) -> None:

@@ -18,5 +18,5 @@ def test_every_operator_is_tested() -> None:
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("name", cases.OPERATORS)
-def test_parts_without_steps(ranks: RankPool, name: str, packed: bool) -> None:
-    ranks.run(3, cases.check, name, packed)
+def test_parts_without_steps(ranks: RankPool, name: str, packed: bool, thorough: bool) -> None:
+    ranks.run(3, cases.check, name, packed, thorough)
