@@ -30,6 +30,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "4 along time": (4, {"steps": 2}),
 }
+#: Of which others have all, or other tests: these compile calls over ranks, without FSDP2.
+THOROUGH = {
+    "2 along time, for longer",
+    "2 along time, compiled",
+    "2 of data, 2 along time",
+    "4 along time",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +50,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, RankPo
 
 @pytest.mark.parametrize(
     "case",
-    [
-        # Other tests compile calls over ranks, without FSDP2.
-        pytest.param(
-            case, marks=pytest.mark.thorough if case.endswith(("longer", "compiled")) else ()
-        )
-        for case in CASES
-    ],
+    [pytest.param(case, marks=pytest.mark.thorough if case in THOROUGH else ()) for case in CASES],
 )
 def test_training_is_that_of_one_process(pools: dict[int, RankPool], case: str) -> None:
     ranks, given = CASES[case]

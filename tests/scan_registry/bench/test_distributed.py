@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from distributed_bench import bench_distributed
 from forked import captured
+from rank_pool import RankPool
 
 import scan_registry
 
@@ -20,21 +23,42 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = 120
 
 
+WORDS = ["--device", "cpu", "--case", "channel_last:1,32,65:float32", "--json"]
+
+
 @pytest.mark.slow
+@pytest.mark.thorough  # as torchrun takes longer than what it runs, which the next test does
 def test_torchrun_times_all_ranks(tmp_path: Path) -> None:
-    case = "channel_last:1,32,65:float32"
     done = captured(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "-m", "scan_registry", "bench", "distributed"),
-            *("--device", "cpu", "--case", case, "--json"),
+            *("--nproc-per-node", "2", "-m", "scan_registry", "bench", "distributed", *WORDS),
         ],
         env=ENVIRONMENT,
         cwd=tmp_path,  # the working folder is imported from first
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)  # of one rank: two would be no JSON
+    check(done.stdout)
+
+
+def test_all_ranks_are_timed(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pool = RankPool(tmp_path, 2)
+    try:
+        (status, text), (other, nothing) = pool.run(2, bench_distributed, port, WORDS)
+    finally:
+        pool.close()  # whose processes have lost their group
+    assert (status, other) == (0, 0)
+    assert nothing == ""
+    check(text)
+
+
+def check(text: str) -> None:
+    """What one rank prints: two would be no JSON."""
+    document: dict[str, Any] = json.loads(text)
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator(schema).validate(document)
     assert document["ranks"] == 2
