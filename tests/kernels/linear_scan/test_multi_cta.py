@@ -7,7 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from contiguous_channels import DIRECTIONS, keeps_to_its_memory, only_kernel, posed
+from contiguous_channels import (
+    DIRECTIONS,
+    keeps_to_its_memory,
+    only_kernel,
+    posed,
+    with_and_without_states,
+)
 
 from scan_registry.kernels.linear_scan import cases
 from scan_registry.kernels.linear_scan.space import MULTI_CTA, SCALAR
@@ -23,24 +29,29 @@ TILES = ((4, 2), (8, 2), (8, 4))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("direction", "dtype", "most", "vector"),
+    ("turn", "dtype", "most", "vector", "direction"),
     [
-        (direction, dtype, *tile)
-        for direction, dtype, tile in product(DIRECTIONS, ["bfloat16", "float16"], TILES)
+        (turn, dtype, *tile, direction)
+        for turn, (dtype, tile, direction) in enumerate(
+            product(["bfloat16", "float16"], TILES, DIRECTIONS)
+        )
     ],
 )
 def test_ctas_that_share_misaligned_columns(
+    turn: int,
     direction: str,
     dtype: str,
     most: int,
     vector: int,
     cuda_emulator: ModuleType,
     tmp_path: Path,
+    thorough: bool,
 ) -> None:
     """The results are right, and nothing beside them changes, wherever rows start in their 16 bytes."""
     kernel, variant = only_kernel(direction, MULTI_CTA, dtype, ctas_per_column=most, vector=vector)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
-    keeps_to_its_memory(kernel, variant, library, SHAPES, cases.TOLERANCE[dtype])
+    problems = with_and_without_states(SHAPES, turn + turn // 6, thorough)
+    keeps_to_its_memory(kernel, variant, library, problems, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
-from contiguous_channels import DIRECTIONS, keeps_to_its_memory
+from contiguous_channels import (
+    DIRECTIONS,
+    keeps_to_its_memory,
+    solved,
+    with_and_without_states,
+)
 
 from scan_registry.hardware.target import Target
 from scan_registry.kernels.linear_scan import cases, short_rows
@@ -40,15 +44,26 @@ def first_variant(direction: str, dtype: str) -> tuple[Kernel, Variant]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("direction", "dtype"), [*product(DIRECTIONS, DTYPES)])
-def test_short_rows(direction: str, dtype: str, cuda_emulator: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("turn", "dtype", "direction"),
+    [(turn, *of) for turn, of in enumerate(product(DTYPES, DIRECTIONS))],
+)
+def test_short_rows(
+    turn: int,
+    direction: str,
+    dtype: str,
+    cuda_emulator: ModuleType,
+    tmp_path: Path,
+    thorough: bool,
+) -> None:
     """The results are right, and nothing beside them changes."""
     kernel, variant = first_variant(direction, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     shapes = (*SHAPES, ALIGNED[ITEM_SIZE[dtype]])
     for shape in shapes:
         assert kernel.rules.accepts(variant, posed(shape, dtype, direction)) is None, shape
-    keeps_to_its_memory(kernel, variant, library, shapes, cases.TOLERANCE[dtype])
+    problems = with_and_without_states(shapes, turn + turn // 2, thorough)
+    keeps_to_its_memory(kernel, variant, library, problems, cases.TOLERANCE[dtype])
 
 
 @pytest.mark.slow
@@ -58,12 +73,11 @@ def test_short_rows_with_one_gate(
 ) -> None:
     """For each row, or for all; its gradient is summed over time, or not computed. Aligned rows are taken where sums are wanted, and
     forward where batches share the gates of channels."""
-    torch.manual_seed(0)
     kernel, variant = first_variant(direction, dtype)
     library = cuda_emulator.emulated(kernel, variant, tmp_path)
     shapes = ((300, 1, 3), (7, 41, 21), (2, 11, 333), (1, 1, 35), (5, 3, 48))
     for seed, (shape, setting) in enumerate(product(shapes, ONE_GATE)):
-        trial = cases.draw(shape, setting, dtype, "cpu")
+        trial = solved(shape, setting, dtype)
         for sums in (True, False) if direction == "backward" else (False,):
             case = trial.case(kernel.name, aligned=True, sums=sums)
             takes = kernel.rules.accepts(variant, case.problem) is None
