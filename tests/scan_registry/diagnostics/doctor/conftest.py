@@ -17,7 +17,12 @@ from scan_registry.kernels.model import Variant
 
 
 @pytest.fixture
-def provide(tmp_path: Path, a_binary: Make, monkeypatch: pytest.MonkeyPatch) -> Provide:
+def provide(
+    tmp_path: Path,
+    a_binary: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    _written: dict[object, bytes],
+) -> Provide:
     """Installs an imaginary provider, beside those before it and instead of the real ones; doctor is asked of few families."""
     installed: list[Provider] = []
     monkeypatch.setattr(providers, "installed", lambda: (tuple(installed), ()))
@@ -34,12 +39,16 @@ def provide(tmp_path: Path, a_binary: Make, monkeypatch: pytest.MonkeyPatch) -> 
         denied: Mapping[str, str] | None = None,
         variants: Iterable[Variant] = HELD,
     ) -> Provider:
-        folder = tmp_path / name
+        folder, held = tmp_path / name, tuple(variants)
         for arch in archs:
             target = Target.parse(arch)
-            entries = [a_binary(variant, target) for variant in variants]
             path = folder / "archives" / f"{target.label}{archive.SUFFIX}"
-            archive.write(path, target, entries, {"version": "9.9.9"})
+            if (arch, held) not in _written:
+                entries = [a_binary(variant, target) for variant in held]
+                archive.write(path, target, entries, {"version": "9.9.9"})
+                _written[arch, held] = path.read_bytes()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_written[arch, held])
         installed.append(Provider(name, "1.2", folder, core, dict(denied or {})))
         return installed[-1]
 
