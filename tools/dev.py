@@ -40,6 +40,7 @@ from pathlib import Path
 # After everything that is installed: beside this folder lie the sources of what is.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
+from ci import uv
 from ci.workspace import (
     CONSTRAINTS,
     DISTRIBUTION,
@@ -83,22 +84,31 @@ def for_tests() -> list[str]:
 
 
 def upgrade_pip(environment: Environment) -> None:
-    """Python brings a pip that takes twice as long to find what to install. It will do if there is no other."""
-    run("upgrade pip", environment.install("pip>=25"))
+    """Python brings a pip that takes twice as long to find what to install. It will do if there is no other, and if no uv."""
+    both = environment.install("pip>=25", "uv", "--constraint", REQUIREMENTS)
+    if run("upgrade pip, install uv", both):
+        run("upgrade pip", environment.install("pip>=25"))
+
+
+def install_packages(title: str, environment: Environment, *words: str | Path) -> None:
+    """By uv or, where that cannot or fails, by pip."""
+    command = uv.command(environment, *words)
+    if command is None or run(f"{title} by uv", command):
+        require(title, environment.install(*words))
 
 
 def install_tools(environment: Environment) -> None:
     """Torch and the linters at their pinned versions, what builds the site, and what tests need, but for compilers."""
     lists = ["-r", CONSTRAINTS, "-r", SITE_REQUIREMENTS, "--constraint", REQUIREMENTS]
     packages = [package for package in for_tests() if not package.startswith(COMPILERS)]
-    require("install torch and the tools", environment.install(*lists, *packages))
+    install_packages("install torch and the tools", environment, *lists, *packages)
 
 
 def install_compilers(environment: Environment) -> None:
     """The rest: compilers, and what checks a release. What is there already stays, as checks of sources use it meanwhile."""
     lists = ["-r", REQUIREMENTS, "--constraint", CONSTRAINTS]
     packages = [package for package in for_tests() if package.startswith(COMPILERS)]
-    require("install compilers", environment.install(*lists, *packages))
+    install_packages("install compilers", environment, *lists, *packages)
 
 
 def install(environment: Environment, wheel: Wheel, extra: str = "") -> None:
