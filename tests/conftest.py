@@ -100,12 +100,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The selection, unless all are asked for, or single tests. First what takes a type checker long: at the end, another worker
-    would wait for it."""
+    would wait for it. Then what ranks do: one worker has all of that, as the processes of ranks would be started in the other one, too."""
     if not (config.getoption("--thorough") or any("::" in word for word in config.args)):
         kept = set(selection(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
-    items.sort(key=lambda item: item.path.name != "test_typing.py")
+    items.sort(key=lambda item: (item.path.name != "test_typing.py", not starts_ranks(item)))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -118,6 +118,10 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if report.when == "call" or not report.passed:
             item.ihook.pytest_runtest_logreport(report=report)
     return True
+
+
+def starts_ranks(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and hasattr(item.module, RankPool.__name__)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
