@@ -22,8 +22,7 @@ SCRIPT = Path(__file__).with_name("interpret_linear_scan.py")
 @pytest.mark.parametrize(
     "words",
     [
-        ("few", "forward", "reduction"),
-        ("few", "backward"),
+        ("few", "forward", "backward", "reduction"),
         pytest.param(("forward", "reduction"), marks=pytest.mark.thorough),
         pytest.param(("backward",), marks=pytest.mark.thorough),
     ],
