@@ -234,9 +234,9 @@ def test_gradients_are_those_of_the_states_before_the_call(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_generated")
-def test_generated_code() -> None:
-    """Of the module of most operators, and of one operator. A compiler takes seconds for each, and as many for the headers that
-    they share, and so they are one test."""
-    for check, name in ((trained, "Mamba"), (test_operators, "linear_scan")):
+def test_generated_code(thorough: bool) -> None:
+    """Of the module of most operators, and once a week of one operator. A compiler takes seconds for each, and as many for the
+    headers that they share, and so they are one test."""
+    for check, name in ((trained, "Mamba"), (test_operators, "linear_scan"))[: 1 + thorough]:
         torch.compiler.reset()
         check(name)

@@ -310,10 +310,10 @@ def check_plain_tensors(rank: int, ranks: int, group: Any) -> list[str]:
     return [*map(raised, calls)]
 
 
-def check_compiled(rank: int, ranks: int, group: Any) -> None:
-    """In one graph where no time is sharded; by a break of the graph where it is."""
+def check_compiled(rank: int, ranks: int, group: Any, both: bool) -> None:
+    """In one graph where no time is sharded, one operator or two; by a break of the graph where it is."""
     mesh = mesh_of(group)
-    for name in ("gated_scan", "causal_conv1d"):
+    for name in ("causal_conv1d", "gated_scan")[: 1 + both]:
         call = CALLS[name]
         torch._dynamo.reset()
         parts = sharded(call, mesh, call.channels)

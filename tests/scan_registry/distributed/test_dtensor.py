@@ -58,8 +58,8 @@ def test_tensors_that_are_no_dtensors(ranks: RankPool) -> None:
 
 
 @pytest.mark.slow
-def test_compiled(ranks: RankPool) -> None:
-    ranks.run(2, dtensors.check_compiled, limit=120)
+def test_compiled(ranks: RankPool, thorough: bool) -> None:
+    ranks.run(2, dtensors.check_compiled, thorough, limit=120)
 
 
 @pytest.mark.slow
