@@ -200,7 +200,9 @@ def test_random_problems_count_where_others_stand_in(tmp_path: Path) -> None:
     models.mkdir()
     for times, label in (({"c": 1.0}, "a"), ({"a": 1.2, "b": 1.0}, "b")):
         points = [{"kernel": HEAD, "kind": "kind", "ms": times}]
-        (models / "sm90-random-1-x.json").write_text(json.dumps({"points": points}))
+        (models / "sm90-random-1-x.json").write_text(
+            json.dumps({"points": points}), encoding="utf-8"
+        )
         forget_reduced(tmp_path / "a_family")
         (tuning,) = shipped(tmp_path / "a_family", HEAD)
         assert tuning.labels == [label]
