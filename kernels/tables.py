@@ -262,8 +262,8 @@ def _reduced(
 
 
 def _rounded(ms: float) -> float:
-    """In as many digits as choosing needs, since wheels hold thousands: half a percent is noise."""
-    return float(f"{ms:.3g}")
+    """In as many digits as choosing needs, since wheels hold thousands: a tenth of a percent is noise."""
+    return float(f"{ms:.4g}")
 
 
 @cache

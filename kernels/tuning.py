@@ -115,11 +115,11 @@ class Tuning:
 
     def only(self, labels: Mapping[str, Collection[str]]) -> Tuning:
         """With the times of some variants alone, given by their labels for each kind; rows that have none of them are
-        left out, and other kinds."""
+        left out, and other kinds. Of times three digits stay, since wheels hold thousands: half a percent is noise."""
         rows: dict[str, list[Row]] = {}
         for kind, kept in labels.items():
             kept_rows = (
-                Row(row.sizes, {k: t for k, t in row.times.items() if k in kept})
+                Row(row.sizes, {k: float(f"{t:.3g}") for k, t in row.times.items() if k in kept})
                 for row in self.rows(kind)
             )
             if named := [row for row in kept_rows if row.times]:

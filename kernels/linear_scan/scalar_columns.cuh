@@ -271,5 +271,8 @@ __device__ inline void add_up(State sum, const Position& at, State* sums, i64 ap
         if (other < count) sum = sum + of_slots[other * at.across + at.lane];
         __syncthreads();
     }
-    if (at.lane < at.channels && at.slot == 0) sums[at.index * apart] = sum;
+    if (at.lane >= at.channels || at.slot >= at.slots) return;
+    // One turn of the first slot. Without a loop, ptxas keeps the address from the start, and spills 64 bytes of 16-bit tiles.
+#pragma unroll 1
+    for (int i = at.slot; i < 1; i += at.slots) sums[i64(at.index) * apart] = sum;
 }
