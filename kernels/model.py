@@ -7,6 +7,7 @@ needs no compiler, no GPU and no tensor library.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -194,7 +195,7 @@ class Code:
     divisible  variant -> parameters that are promised to be divisible by 16 (Triton)
     elements   variant -> dtype of what each pointer points to (Triton)
     fuses      variant -> whether products and sums may be contracted to one rounding (Triton)
-    may_spill  variants that are allowed to spill registers, each an exception to justify
+    may_spill  bytes of registers that a thread of a variant may spill, at most; others may spill none. Each is an exception to justify
     headers    files that the source includes by the name of a macro (CUDA)
     exact      compute capabilities whose machine code uses what no later GPU has: it is compiled for ``sm_90a`` and the like (CUDA)
     """
@@ -207,7 +208,7 @@ class Code:
     divisible: Callable[[Variant], frozenset[str]] = lambda variant: frozenset()
     elements: Callable[[Variant], Mapping[str, str]] = lambda variant: {}
     fuses: Callable[[Variant], bool] = lambda variant: True
-    may_spill: frozenset[Variant] = frozenset()
+    may_spill: Mapping[Variant, int] = field(default_factory=dict)
     headers: tuple[str, ...] = ()
     exact: frozenset[tuple[int, int]] = frozenset()
 

@@ -272,7 +272,8 @@ __device__ inline void add_up(State sum, const Position& at, State* sums, i64 ap
         __syncthreads();
     }
     if (at.lane >= at.channels || at.slot >= at.slots) return;
-    // One turn of the first slot. Without a loop, ptxas keeps the address from the start, and spills 64 bytes of 16-bit tiles.
+    // Threads of the first slot write the sum. This is a loop of one turn because ptxas, without it, computes the address at the
+    // kernel's start, and then spills 64 bytes a thread of 16-bit tiles.
 #pragma unroll 1
     for (int i = at.slot; i < 1; i += at.slots) sums[i64(at.index) * apart] = sum;
 }

@@ -80,16 +80,16 @@ def _triton_kernel(direction: problems.Direction) -> model.Kernel:
             ),
             elements=elements,
             # Before 9.0 the compiler stops at 128 registers, and 8 bytes of LSTM's gradients are left over.
-            may_spill=frozenset(
+            may_spill={
                 model.Variant(
                     launches.FAMILY_NAME,
                     "sequence_backward",
                     "triton",
                     (*kind, *_triton_tiles(kind)[0]),
-                )
+                ): 8
                 for kind in launches.KINDS
                 if kind[0][1] != "float32" and kind[1][1] == "lstm" and direction == "backward"
-            ),
+            },
         ),
         rules=model.Rules(_triton_accepts),
         launch=launch,

@@ -301,7 +301,7 @@ _COST: dict[problems.Direction, Callable[[model.Variant, problems.SelectiveScanP
 }
 
 
-def _may_spill(direction: problems.Direction) -> frozenset[model.Variant]:
+def _may_spill(direction: problems.Direction) -> dict[model.Variant, int]:
     """float32 with more than 16 states: forwards up to 40 bytes, of a lane that has 8 states of two channels; backwards on
     sm_120 up to 32. And backwards of 16 states in 16 bits, with three CTAs on an SM: up to 32 bytes once a tile, none in its
     steps (notes/README.md)."""
@@ -314,12 +314,12 @@ def _may_spill(direction: problems.Direction) -> frozenset[model.Variant]:
         ),
         "adjoint": (),
     }[direction]
-    return frozenset(
-        model.Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile))
+    return {
+        model.Variant(FAMILY_NAME, direction, "cuda", (*kind, *tile)): 40
         for kind in _KINDS
         for tile in _TILES[direction](kind)
         if any(dict(kind)["dtype"] == dtype and pins <= set(tile) for dtype, pins in spilling)
-    )
+    }
 
 
 def _kernel(direction: problems.Direction) -> model.Kernel:

@@ -188,13 +188,13 @@ def _may_spill(
     name: str,
     kinds: Iterable[model.Pins],
     tiles: Callable[[model.Pins], tuple[model.Pins, ...]],
-) -> frozenset[model.Variant]:
-    """Variants of these kinds."""
-    return frozenset(
-        model.Variant(FAMILY_NAME, name, "cuda", (*kind, *tile))
+) -> dict[model.Variant, int]:
+    """Variants of these kinds: up to 112 bytes, of dense states on sm_80 to sm_89."""
+    return {
+        model.Variant(FAMILY_NAME, name, "cuda", (*kind, *tile)): 112
         for kind in kinds
         for tile in tiles(kind)
-    )
+    }
 
 
 def _parameters(sizes: tuple[str, ...]) -> tuple[model.Parameter, ...]:

@@ -276,15 +276,16 @@ def _tiles(direction: Direction, dtype: str) -> tuple[Pins, ...]:
     )
 
 
-def _may_spill(direction: Direction) -> frozenset[Variant]:
-    """Forwards up to 56 bytes a thread, in float32 84, and in the states before chunks 8 on sm_100, for which a CTA more fits an
-    SM; backwards up to 88 bytes where warps multiply alone, as the gradients of B and C fill the registers. Most of it is stored
-    and loaded outside of the loops over chunks and heads."""
-    return frozenset(
-        Variant(FAMILY_NAME, direction, "cuda", (("dtype", dtype), *tile))
+def _may_spill(direction: Direction) -> dict[Variant, int]:
+    """Forwards up to 48 bytes, and in the states before chunks 24 on sm_100, for which a CTA more fits an SM; backwards up to 128
+    bytes on sm_80, as the gradients of B and C fill the registers. Most of it is stored and loaded outside of the loops over chunks and
+    heads."""
+    most = {"forward": 48, "backward": 128}.get(direction, 24)
+    return {
+        Variant(FAMILY_NAME, direction, "cuda", (("dtype", dtype), *tile)): most
         for dtype in DTYPES
         for tile in _tiles(direction, dtype)
-    )
+    }
 
 
 def _kernel(direction: Direction) -> Kernel:

@@ -23,7 +23,7 @@ Obtained = tuple[Binary, bytes]
 
 def obtain(device: Device, archives: Iterable[Archive], variant: Variant) -> Obtained:
     """The binary and its bytes; ``CompileError`` says why there is none that may be used. A variant that spills
-    registers, and may not by its spec, is refused, as no wheel would hold it.
+    more registers than its spec allows is refused, as no wheel would hold it.
     """
     obtained = _installed(device, archives, variant)
     return _checked(device, variant, obtained or _compiled(variant, _target(device, variant)))
@@ -33,7 +33,7 @@ def _checked(device: Device, variant: Variant, obtained: Obtained) -> Obtained:
     """``CompileError`` if no wheel would hold it, or it does not fit the device."""
     binary, _ = obtained
     allowed = family(variant.family).kernel(variant.kernel, variant.language).code.may_spill
-    if binary.spill_bytes and variant not in allowed:
+    if (binary.spill_bytes or 0) > allowed.get(variant, 0):
         raise CompileError(f"it spills {binary.spill_bytes} bytes per thread")
     if reason := misfit(binary, device):
         raise CompileError(reason)

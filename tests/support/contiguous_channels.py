@@ -58,7 +58,8 @@ def solved(
 def with_and_without_states(
     each: Iterable[Any], turn: int, every: bool
 ) -> Iterator[tuple[int, Any, bool]]:
-    """Each with states or without, in another ``turn`` the other way, or all in both ways; and the number among all."""
+    """Triples of a number, one of ``each``, and whether it is to be solved with states. ``every``: both with and without. Else
+    one way, which alternates, and is the other one where ``turn`` is odd instead of even."""
     for number, (one, states) in enumerate(product(each, (True, False))):
         if every or (number // 4 + number + turn) % 2 == 0:
             yield number, one, states

@@ -252,7 +252,10 @@ def test_a_spill_fails_the_build_unless_the_spec_allows_it(toy: Toy) -> None:
         refuse_spill(binary)
     assert str(toy.variant) in str(caught.value)
     assert "may_spill" in str(caught.value)
-    toy.change(may_spill=frozenset({toy.variant}))
+    toy.change(may_spill={toy.variant: binary.spill_bytes - 1})
+    with pytest.raises(CompileError, match=f"may spill {binary.spill_bytes - 1};"):
+        refuse_spill(binary)
+    toy.change(may_spill={toy.variant: binary.spill_bytes})
     refuse_spill(binary)
 
 
